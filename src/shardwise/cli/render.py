@@ -1,0 +1,81 @@
+"""Tables and messages for the terminal. Rich is imported when the first table is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.errors import Finding
+
+_COLOUR = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def make_table(title: str, columns: Sequence[str], *, text: Sequence[int] = (0,), wrap: Sequence[int] = ()) -> Table:
+    """A table whose columns are right-aligned, except those in ``text``; only those in ``wrap`` may break lines."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i in text else "right", no_wrap=i not in wrap, overflow="fold" if i in wrap else "ellipsis")
+    return table
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, text: Sequence[int] = (0,), wrap: Sequence[int] = ()) -> None:
+    from rich.text import Text
+
+    table = make_table(title, columns, text=text, wrap=wrap)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console().print(table)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Findings, errors first, each as rule / given / why / try / source."""
+    from rich.text import Text
+
+    out = console()
+    order = {"error": 0, "warning": 1, "info": 2}
+    for finding in sorted(findings, key=lambda f: order[f.severity]):
+        head = Text(f"{finding.severity} {finding.rule}", style=f"bold {_COLOUR[finding.severity]}")
+        out.print(head.append(f"  {finding.given}", style="default"))
+        for name, value in (("why", finding.why), ("try", finding.try_), ("source", finding.source)):
+            if value:
+                out.print(Text.assemble((f"  {name:<6} ", "dim"), value))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    from rich.text import Text
+
+    out = console()
+    for line in lines:
+        out.print(Text(line))
+
+
+def note(text: str) -> None:
+    """Progress and remarks; on stderr, so that piped output stays clean."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def gib(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
