@@ -1,0 +1,140 @@
+"""Activation bytes one layer keeps for its backward pass, by part, on one rank, for one micro batch.
+
+Counted from what the kernels of Transformer Engine and Megatron Core save (norm inputs, linear inputs, Q, K, V, attention
+output and log-sum-exp, activation inputs), checked against measured runs.  Starting point: Korthikanti et al. 2022,
+arXiv:2205.05198 (34 bytes per hidden feature and token for GPT).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.planner.layer_work import BF16, Shape
+from shardwise.spec.blocks import Attention, CompressedAttention, DeltaNet, Layer, LinearMixer, Mamba2, Mla, Mlp, Moe
+from shardwise.spec.layout import Recompute
+from shardwise.spec.model import ModelSpec
+
+# Bytes per element of a linear layer's saved input.
+SAVED_INPUT = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8-delayed": 1.0,
+    "fp8-current": 1.0,
+    "fp8-rowwise": 1.0,
+    "fp8-blockwise": 1.0,
+    "mxfp8": 1.03,
+    "nvfp4": 0.57,
+}
+LOG_SUM_EXP = 4
+ROUTER_BYTES = 12  # per expert and token: logits and scores in fp32, routing map, sort indices
+
+# What each name of a recompute list stands for here.
+RECOMPUTED = {
+    "core_attn": ("scores",),
+    "attn": ("scores", "qkv", "attention_output", "expanded"),
+    "layernorm": ("norm_output",),
+    "mlp": ("mlp_hidden", "mlp_act"),
+    "moe_act": ("moe_act",),
+    "moe": ("moe_input", "moe_hidden", "moe_act", "router", "shared_hidden"),
+    "shared_experts": ("shared_hidden",),
+    "mla_up_proj": ("expanded",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes kept per part, and the largest temporary of the layer's backward pass."""
+
+    parts: dict[str, float]
+    working: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def after(self, recompute: Recompute) -> float:
+        """Bytes kept when the modules of a selective recompute list are dropped."""
+        dropped = {part for name in recompute.modules for part in RECOMPUTED.get(name, ())}
+        return sum(size for part, size in self.parts.items() if part not in dropped)
+
+
+def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model: ModelSpec, parts: dict[str, float]) -> None:
+    tokens, split, tp = shape.tokens, shape.split_tokens, shape.tp
+    copy = SAVED_INPUT[shape.precision]
+    heads = block.heads / tp
+    output = BF16 * heads * block.v_dim * tokens
+    parts["attention_output"] = output + (copy * heads * block.v_dim * tokens if copy < BF16 else 0.0)
+    if isinstance(block, Mla):
+        latents = (block.q_lora or 0) + block.kv_lora
+        parts["latents"] = split * (BF16 * (latents + block.rope_dim) + copy * latents)
+        parts["expanded"] = BF16 * tokens * heads * (2 * block.head_dim + block.v_dim)
+    else:
+        width = heads * block.head_dim + 2 * block.kv_heads / min(tp, block.kv_heads) * block.head_dim
+        parts["qkv"] = BF16 * tokens * width
+        if isinstance(block, Attention) and block.qk_norm != "none":
+            parts["qkv"] += BF16 * tokens * (heads * block.head_dim + block.kv_heads / min(tp, block.kv_heads) * block.head_dim)
+        if isinstance(block, Attention) and block.gated:
+            parts["qkv"] += 2 * BF16 * tokens * heads * block.head_dim
+    if shape.fused_attention:
+        parts["log_sum_exp"] = LOG_SUM_EXP * tokens * heads
+    else:
+        masks = 3 if model.dropout else 0
+        parts["scores"] = (BF16 + masks) * tokens * shape.seq * heads
+
+
+def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: float = 1.0) -> Saved:
+    """Bytes ``layer`` keeps on one rank; ``imbalance`` multiplies the tokens the hottest expert rank receives."""
+    hidden, tokens, split, tp = model.hidden, shape.tokens, shape.split_tokens, shape.tp
+    copy = SAVED_INPUT[shape.precision]
+    parts: dict[str, float] = {}
+    mixer, mlp = layer.mixer, layer.mlp
+    blocks = (mixer is not None) + (mlp is not None)
+    parts["norm_input"] = BF16 * hidden * split * blocks
+    parts["norm_output"] = 0.0
+    working = 2.0 * BF16 * hidden * tokens
+    if isinstance(mixer, (Attention, Mla, CompressedAttention)):
+        parts["norm_output"] += copy * hidden * split
+        _attention(mixer, shape, model, parts)
+    elif isinstance(mixer, (Mamba2, DeltaNet)):
+        inner = mixer.inner if isinstance(mixer, Mamba2) else mixer.value_width
+        parts["norm_output"] += copy * hidden * split
+        parts["scan"] = BF16 * tokens * (mixer.in_width + 2 * inner) / tp
+        if isinstance(mixer, DeltaNet):
+            parts["scan"] += BF16 * tokens * (mixer.conv_width + 2 * inner) / tp
+        working = max(working, BF16 * tokens * 2 * mixer.in_width / tp)
+    elif isinstance(mixer, LinearMixer):
+        parts["norm_output"] += copy * hidden * split
+    if model.dropout:
+        parts["dropout"] = 1.0 * hidden * split * blocks
+    if isinstance(mlp, Mlp):
+        ffn = mlp.ffn / tp
+        up = ffn * (2 if mlp.gated else 1)
+        parts["norm_output"] += copy * hidden * split
+        parts["mlp_hidden"] = BF16 * up * tokens
+        parts["mlp_act"] = copy * ffn * tokens
+        working = max(working, BF16 * (up + ffn) * tokens)
+    elif isinstance(mlp, Moe):
+        width = mlp.latent or hidden
+        share = min(1.0, shape.capacity) if shape.capacity else imbalance
+        received = shape.routed_tokens * mlp.top_k * shape.etp * share
+        ffn = mlp.ffn / shape.etp
+        up = ffn * (2 if mlp.gated else 1)
+        parts["norm_output"] += BF16 * hidden * split
+        parts["moe_input"] = copy * width * received
+        parts["moe_hidden"] = BF16 * up * received
+        parts["moe_act"] = copy * ffn * received
+        parts["router"] = float(ROUTER_BYTES * mlp.experts * shape.routed_tokens)
+        if mlp.latent:
+            parts["latent"] = BF16 * (width + hidden) * shape.routed_tokens
+        if mlp.shared_ffn:
+            gated = mlp.gated if mlp.shared_gated is None else mlp.shared_gated
+            shared = mlp.shared_ffn / tp
+            parts["shared_hidden"] = (BF16 * shared * (2 if gated else 1) + copy * shared) * tokens
+        working = max(working, BF16 * (width + up + ffn) * received)
+    return Saved(parts=parts, working=working)
+
+
+def layer_input(model: ModelSpec, shape: Shape) -> float:
+    """Bytes of one layer input: what full recompute keeps."""
+    return float(BF16 * model.hidden * shape.split_tokens)

@@ -1,0 +1,105 @@
+"""Memory of the heaviest rank, term by term, for every pipeline stage.
+
+Terms are bytes: weights, gradients, optimizer state, activations in flight, the loss, the largest temporary of a backward
+pass, gathered parameters of fully sharded layers, and what the framework keeps.  `allocated` is what
+`torch.cuda.max_memory_allocated` reports, `reserved` what the caching allocator holds.
+Sources: Rajbhandari et al. 2020, arXiv:1910.02054 (sharded state); Korthikanti et al. 2022, arXiv:2205.05198
+(activations); Narayanan et al. 2021, arXiv:2104.04473 (micro batches in flight); Qi et al. 2024, arXiv:2401.10241 (zero bubble).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.planner.activations import Saved
+from shardwise.spec.layout import DTYPE_BYTES, Layout
+
+GIB = 2**30
+CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocator
+FSDP = ("fsdp2", "megatron_fsdp")
+# Bytes per logit at the peak of the loss: bf16 logits, an fp32 copy, and the fp32 softmax that becomes the gradient.
+LOSS_BYTES = {"unfused": 10.0, "fused": 4.0, "chunked": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Predicted peak memory of the heaviest rank.
+
+    terms: bytes by cause on the heaviest stage, summing to the allocated peak. stages: the same for every pipeline rank.
+    """
+
+    stage: int
+    terms: dict[str, float]
+    stages: tuple[dict[str, float], ...]
+    allocated_gib: float
+    reserved_gib: float
+    capacity_gib: float
+    fits: bool
+
+
+@lru_cache(maxsize=1 << 12)
+def in_flight(schedule: str, pp: int, vpp: int, group: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Micro batches whose activations each pipeline rank keeps at its peak, per virtual stage it runs."""
+    counts = []
+    for rank in range(pp):
+        if vpp == 1:
+            match schedule:
+                case "gpipe":
+                    kept = microbatches
+                case "zb-h2":
+                    kept = min(microbatches, 2 * (pp - rank) - 1)
+                case "dualpipe":
+                    kept = min(microbatches, pp + 1)
+                case _:
+                    kept = min(microbatches, pp - rank)
+            counts.append((kept,))
+            continue
+        if schedule in ("zbv", "dualpipev"):
+            counts.append((min(microbatches, pp),) * vpp)
+            continue
+        total = min(microbatches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * group + 1)
+        chunks = [0] * vpp
+        for k in range(total):
+            chunks[k % (group * vpp) // group] += 1
+        counts.append(tuple(min(kept, microbatches) for kept in chunks))
+    return tuple(counts)
+
+
+def state_terms(layout: Layout, dense: float, expert: float, *, frozen: float = 0.0) -> dict[str, float]:
+    """Weights, gradients and optimizer state of one rank; ``frozen`` of the parameters have neither of the latter."""
+    shards, expert_shards = layout.shard_size, layout.expert_shard_size
+    local = dense / shards + expert / expert_shards
+    whole = dense + expert
+    weight_held, grad_held, optimizer_held = {
+        "none": (whole, whole, whole),
+        "distributed_optimizer": (whole, whole, local),
+        "zero2": (whole, local, local),
+    }.get(layout.sharding, (local, local, local))
+    low = layout.precision in ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8")
+    weight_bytes = float(DTYPE_BYTES[layout.param_dtype])
+    cached = whole * (1.0 if layout.param_dtype == "fp8" else 2.0) if low and layout.sharding not in FSDP else 0.0
+    moments = {"adam": 2, "sgd": 1, "muon": 1}[layout.optimizer] * DTYPE_BYTES[layout.moment_dtype]
+    master = DTYPE_BYTES[layout.master_dtype] if layout.master_dtype else 0
+    trained = 1.0 - frozen
+    return {
+        "weights": weight_held * weight_bytes,
+        "low_precision_weights": cached,
+        "gradients": trained * grad_held * DTYPE_BYTES[layout.grad_dtype],
+        "optimizer": trained * optimizer_held * (master + moments) * (1.0 - layout.offload.optimizer),
+    }
+
+
+def activation_bytes(layout: Layout, saved: Saved, whole_input: float) -> float:
+    """Bytes of one layer for one micro batch under the layout's recompute choice (uniform groups share one input)."""
+    recompute = layout.recompute
+    if recompute.granularity == "full":
+        return whole_input / max(1, recompute.num_layers or 1) if recompute.method != "block" else saved.total
+    if recompute.granularity == "selective":
+        return saved.after(recompute)
+    return saved.total
+
+
+def loss_bytes(layout: Layout, tokens: float, vocab_share: float) -> float:
+    """Peak of the logits and their loss on the last stage."""
+    return LOSS_BYTES[layout.cross_entropy] * tokens * vocab_share

@@ -1,0 +1,133 @@
+"""What a GPU achieves under a software stack: `Profile` (framework and release) and `Rates` (work per second).
+
+The numbers are fitted by `python -m shardwise.planner.fit` to published runs and stored in ``data/efficiency.toml``:
+efficiencies per GPU type, per network link and per software profile, nothing per model or per run.  A GPU type without an
+entry takes its architecture's, a profile without an entry its framework's.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from shardwise.planner.comm import Links
+from shardwise.spec.cluster import Cluster, Gpu
+
+DEFAULT_PROFILE = "megatron-bridge"
+_MATMUL = {
+    "fp32": "matmul_bf16",
+    "fp16": "matmul_bf16",
+    "bf16": "matmul_bf16",
+    "nvfp4": "matmul_fp4",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A software stack.
+
+    speed: multiplies the rate of kernels. launch: host seconds per kernel. step: host seconds per step (data, logging,
+    gradient norm). moe: multiplies the rate of expert kernels and dispatch. fragmentation: reserved over allocated memory.
+    workspace: bytes the framework keeps besides the model (cuBLAS, Transformer Engine, user buffers).
+    """
+
+    name: str
+    speed: float
+    launch: float
+    step: float
+    moe: float
+    fragmentation: float
+    workspace: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Work per second of one GPU for one precision under one profile, and the links as used."""
+
+    matmul: float
+    grouped: float
+    wide: float
+    attention: float
+    memory: float
+    launch: float
+    step: float
+    links: Links
+    exposed_tp: float
+    exposed_tp_overlapped: float
+    exposed_ep: float
+    exposed_ep_overlapped: float
+    exposed_cp: float
+    exposed_pp: float
+    hidden_dp: float
+    optimizer: float
+
+
+Table = Mapping[str, Mapping[str, float]]
+
+
+@cache
+def efficiency() -> dict[str, dict[str, dict[str, float]]]:
+    """Contents of ``data/efficiency.toml``."""
+    text = resources.files("shardwise.planner").joinpath("data", "efficiency.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _entry(tables: Mapping[str, Mapping[str, float]], keys: tuple[str, ...]) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for key in keys:
+        merged.update(tables.get(key, {}))
+    return merged
+
+
+def profile_names() -> tuple[str, ...]:
+    return tuple(efficiency()["profile"])
+
+
+def profile(name: str = DEFAULT_PROFILE, data: Mapping[str, Table] | None = None) -> Profile:
+    """The profile called ``name`` (``framework`` or ``framework/release``); unknown releases take the framework's numbers."""
+    tables = (data or efficiency())["profile"]
+    framework = name.split("/", maxsplit=1)[0]
+    entry = _entry(tables, ("default", framework, name))
+    return Profile(
+        name=name,
+        speed=entry["speed"],
+        launch=entry["launch_us"] * 1e-6,
+        step=entry["step_ms"] * 1e-3,
+        moe=entry["moe"],
+        fragmentation=entry["fragmentation"],
+        workspace=entry["workspace_gib"] * 2**30,
+    )
+
+
+def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, Table] | None = None) -> Rates:
+    """Rates of the GPUs and links of ``cluster`` for matrix products in ``precision``."""
+    tables = data or efficiency()
+    gpu: Gpu = cluster.gpu
+    entry = _entry(tables["gpu"], ("default", gpu.arch, gpu.name))
+    common = tables["common"]["all"]
+    exposed = tables["common"]["exposed"]
+    wide = (gpu.bf16_flops or gpu.peak("bf16")) * entry["matmul_bf16"] * stack.speed
+    matmul = gpu.peak(precision) * entry[_MATMUL.get(precision, "matmul_fp8")] * stack.speed
+    near = cluster.intra.bandwidth * common["near"]
+    far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"]
+    return Rates(
+        matmul=matmul,
+        grouped=matmul * entry["grouped"] * stack.moe,
+        wide=wide,
+        attention=(gpu.bf16_flops or gpu.peak("bf16")) * entry["attention"] * stack.speed,
+        memory=gpu.bandwidth * entry["memory"] * stack.speed,
+        launch=stack.launch,
+        step=stack.step,
+        links=Links(near=near, far=far, near_latency=common["near_latency_us"] * 1e-6, far_latency=common["far_latency_us"] * 1e-6),
+        exposed_tp=exposed["tp"],
+        exposed_tp_overlapped=exposed["tp_overlapped"],
+        exposed_ep=exposed["ep"],
+        exposed_ep_overlapped=exposed["ep_overlapped"],
+        exposed_cp=exposed["cp"],
+        exposed_pp=exposed["pp"],
+        hidden_dp=exposed["dp_hidden"],
+        optimizer=gpu.bandwidth * entry["memory"],
+    )

@@ -1,0 +1,205 @@
+"""Step time of a layout, term by term.
+
+A micro batch on a pipeline stage costs its kernels (or the host time to launch them, whichever is longer) plus the
+communication that is not hidden.  The pipeline turns stage times into a step, and the end of the step adds what is left
+of gradient reduction and parameter gathering, the optimizer, and fixed host work.
+Sources: Narayanan et al. 2021, arXiv:2104.04473 (pipeline bubble); Qi et al. 2024, arXiv:2401.10241 (zero bubble);
+DeepSeek-V3, arXiv:2412.19437 (DualPipe); Rajbhandari et al. 2020, arXiv:1910.02054 (sharded data parallel volumes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.planner import comm
+from shardwise.planner.kernels import Work
+from shardwise.planner.layer_work import LayerWork
+from shardwise.planner.rates import Rates
+from shardwise.spec.layout import DTYPE_BYTES, Layout
+
+TERMS = ("matmul", "experts", "attention", "memory_bound", "host", "tp", "cp", "ep", "fsdp")
+ZERO = (0.0,) * len(TERMS)
+Cost = tuple[float, ...]  # seconds per term, in the order of TERMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeEstimate:
+    """Predicted seconds of one training step.
+
+    terms: seconds by cause, summing to ``seconds``: kernels of the critical stage over all micro batches, exposed
+    communication by axis, pipeline bubble, point-to-point, data parallel remainder, optimizer, fixed.
+    stages: forward and backward seconds of one micro batch on each pipeline rank.
+    mfu: model FLOPs (causal attention counted once, no recompute) over the bf16 peak, or the FP8/FP4 peak of the run.
+    """
+
+    seconds: float
+    terms: dict[str, float]
+    stages: tuple[tuple[float, float], ...]
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+
+
+def add(left: Cost, right: Cost, times: float = 1.0) -> Cost:
+    return tuple(a + b * times for a, b in zip(left, right))
+
+
+def kernel_cost(work: Work, rates: Rates) -> Cost:
+    """Seconds of a set of kernels; the host term is what launching them takes beyond running them."""
+    matmul = work.matmul / rates.matmul + work.wide / rates.wide
+    grouped = work.grouped / rates.grouped
+    attention = work.attention / rates.attention
+    memory = work.bytes / rates.memory
+    host = max(0.0, work.launches * rates.launch - (matmul + grouped + attention + memory))
+    return (matmul, grouped, attention, memory, host, 0.0, 0.0, 0.0, 0.0)
+
+
+def _tp_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> float:
+    """One pass through a layer's tensor parallel regions: a gather and a scatter (or an all-reduce) of each."""
+    if layout.tp == 1:
+        return 0.0
+    exposed = rates.exposed_tp_overlapped if layout.overlap_tp and layout.sp else rates.exposed_tp
+    return 2 * comm.gather_seconds(work.tp_bytes, layout.tp, 1, domain, rates.links) * exposed
+
+
+def _ep_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> float:
+    """Dispatch and combine of one pass."""
+    if work.ep_bytes == 0.0 or layout.ep * layout.etp == 1:
+        return 0.0
+    reached = None
+    if layout.dispatcher in ("deepep", "hybridep"):
+        inside, across = comm.placement(layout.ep, layout.etp, domain)
+        reached = 1.0 if across == 1 else None
+    seconds = 2 * comm.exchange_seconds(work.ep_bytes, layout.ep, layout.etp, domain, rates.links, reached=reached)
+    if layout.etp > 1:
+        seconds += 2 * comm.gather_seconds(work.etp_bytes, layout.etp, 1, domain, rates.links)
+    return seconds * (rates.exposed_ep_overlapped if layout.overlap_moe else rates.exposed_ep)
+
+
+def _cp_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates, attention: float, passes: float) -> float:
+    """Context parallel traffic of one pass that attention does not hide."""
+    if layout.cp == 1 or work.cp_bytes == 0.0:
+        return 0.0
+    if layout.cp_comm == "a2a":
+        seconds = comm.exchange_seconds(work.cp_bytes + work.cp_query_bytes, layout.cp, layout.tp, domain, rates.links)
+        return seconds * passes
+    seconds = comm.gather_seconds(work.cp_bytes * layout.cp, layout.cp, layout.tp, domain, rates.links) * passes
+    if layout.cp_comm == "all_gather":
+        return seconds
+    return max(seconds * rates.exposed_cp, seconds - attention)
+
+
+def layer_costs(
+    work: LayerWork, layout: Layout, domain: int, rates: Rates, recomputed: tuple[str, ...] | None, frozen: bool = False
+) -> tuple[Cost, Cost]:
+    """Forward and backward seconds of one layer for one micro batch.
+
+    recomputed: names of the parts run again in backward, None for the whole layer. frozen: no weight gradients (LoRA).
+    """
+    forward = kernel_cost(work.forward(), rates)
+    backward_work = work.backward()
+    if frozen:
+        backward_work = Work(
+            matmul=backward_work.matmul / 2,
+            grouped=backward_work.grouped / 2,
+            wide=backward_work.wide / 2,
+            attention=backward_work.attention,
+            bytes=backward_work.bytes,
+            launches=backward_work.launches,
+        )
+    again = work.forward() if recomputed is None else work.select(recomputed)
+    backward = kernel_cost(backward_work + again, rates)
+    tp = _tp_seconds(work, layout, domain, rates)
+    ep = _ep_seconds(work, layout, domain, rates)
+    whole = recomputed is None
+    moe_again = whole or "moe" in recomputed
+    regather = 0.0
+    if layout.tp > 1 and layout.sp:
+        regather = comm.gather_seconds(work.tp_regathers, layout.tp, 1, domain, rates.links) * rates.exposed_tp_overlapped * 0.5
+    forward_comm = (0.0, 0.0, 0.0, 0.0, 0.0, tp, _cp_seconds(work, layout, domain, rates, forward[2], 1.0), ep, 0.0)
+    backward_comm = (
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        tp * (2 if whole else 1) + regather,
+        _cp_seconds(work, layout, domain, rates, backward[2], 3.0 if whole else 2.0),
+        ep * (2 if moe_again else 1),
+        0.0,
+    )
+    return add(forward, forward_comm), add(backward, backward_comm)
+
+
+def bubble_factor(layout: Layout, forward: float, backward: float) -> float:
+    """Idle seconds of the critical rank per step, for equal stages with these times per micro batch."""
+    p, v = layout.pp, layout.vpp
+    if p == 1:
+        return 0.0
+    weight = backward / 2
+    match layout.schedule:
+        case "zb-h1":
+            return (p - 1) * max(0.0, forward + backward - 2 * weight)
+        case "zb-h2" | "zbv":
+            return 0.0
+        case "dualpipe" | "dualpipev":
+            return max(0.0, (p / 2 - 1) * (forward + backward - 3 * weight + backward))
+        case _:
+            return (p - 1) * (forward + backward) / v
+
+
+def pipeline_seconds(layout: Layout, stages: Sequence[tuple[float, float]], send: float) -> tuple[float, float, float]:
+    """(busy, bubble, point-to-point) seconds of all micro batches; ``send`` is one boundary message in one direction."""
+    m, p, v = max(1, layout.microbatches), layout.pp, layout.vpp
+    totals = [forward + backward for forward, backward in stages]
+    slowest = max(totals)
+    busy = m * slowest
+    if p == 1:
+        return busy, 0.0, 0.0
+    mean_forward = sum(forward for forward, _ in stages) / p
+    mean_backward = sum(backward for _, backward in stages) / p
+    if layout.schedule in ("1f1b", "gpipe") and v == 1:
+        bubble = sum(totals) - slowest
+    else:
+        bubble = bubble_factor(layout, mean_forward, mean_backward)
+    exposed = 2.0 * send * (p - 1)
+    if v == 1 or not layout.overlap_p2p:
+        exposed += 2.0 * send * m * v
+    return busy, bubble, exposed
+
+
+def data_parallel_seconds(
+    layout: Layout, dense: float, expert: float, domain: int, rates: Rates, window: float, *, stride: int
+) -> tuple[float, float]:
+    """(exposed, total) seconds of gradient reduction and parameter gathering at the end of a step (not FSDP).
+
+    dense, expert: parameters of the rank. window: seconds of compute that may hide it.
+    """
+    if layout.sharding in ("fsdp2", "megatron_fsdp"):
+        return 0.0, 0.0
+    grad = DTYPE_BYTES[layout.grad_dtype]
+    param = DTYPE_BYTES[layout.param_dtype]
+    size = layout.dp * layout.cp
+    reduce = comm.gather_seconds(dense * grad, size, layout.tp, domain, rates.links)
+    reduce += comm.gather_seconds(expert * grad, layout.edp, layout.ep * layout.etp, domain, rates.links)
+    gather = comm.gather_seconds(dense * param, size, layout.tp, domain, rates.links)
+    gather += comm.gather_seconds(expert * param, layout.edp, layout.ep * layout.etp, domain, rates.links)
+    if layout.sharding == "none":
+        gather = reduce  # an all-reduce
+    exposed = 0.0
+    for seconds, overlapped in ((reduce, layout.overlap_grad_reduce), (gather, layout.overlap_param_gather)):
+        hidden = min(seconds * rates.hidden_dp, window) if overlapped and layout.sharding != "none" else 0.0
+        exposed += seconds - hidden
+    return exposed, reduce + gather
+
+
+def optimizer_bytes(layout: Layout, dense: float, expert: float) -> float:
+    """Bytes the optimizer reads and writes on one rank in a step."""
+    sharded = layout.sharding != "none"
+    local = (dense / layout.shard_size if sharded else dense) + (expert / layout.expert_shard_size if sharded else expert)
+    moments = 2 * DTYPE_BYTES[layout.moment_dtype] if layout.optimizer == "adam" else DTYPE_BYTES[layout.moment_dtype]
+    master = DTYPE_BYTES[layout.master_dtype] if layout.master_dtype else 0
+    per_param = 2 * moments + 2 * master + 2 * DTYPE_BYTES[layout.grad_dtype] + DTYPE_BYTES[layout.param_dtype]
+    norm_and_zero = 2 * DTYPE_BYTES[layout.grad_dtype]
+    return local * per_param + (dense + expert) * norm_and_zero
