@@ -17,6 +17,8 @@ CpComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 CrossEntropy = Literal["unfused", "fused", "chunked"]
 AttentionKernel = Literal["flash", "unfused"]
+Optimizer = Literal["adam", "sgd", "muon"]
+Peft = Literal["lora", "dora"]
 
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -111,8 +113,8 @@ class Layout:
     grad_dtype: Dtype = "fp32"  # of accumulated and reduced gradients
     master_dtype: Dtype | None = "fp32"  # of the optimizer's own copy of the weights; None = it updates the weights themselves
     moment_dtype: Dtype = "fp32"  # of each Adam moment
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
-    peft: Literal["lora", "dora"] | None = None  # base weights frozen, adapters trained
+    optimizer: Optimizer = "adam"
+    peft: Peft | None = None  # base weights frozen, adapters trained
     lora_rank: int = 32
 
     # memory against time
