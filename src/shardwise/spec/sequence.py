@@ -207,6 +207,55 @@ def key_owner(rank: int, step: int, ranks: int) -> int:
 def attention_step_table(queries: Sequence[Spans], keys: Sequence[Spans], band: Band) -> tuple[tuple[Block, ...], ...]:
     """`table[step][rank]`: the block that the rank computes at that ring step, with the keys of `key_owner(rank, step, ranks)`."""
     ranks = len(queries)
-    return tuple(
-        tuple(block(queries[rank], keys[key_owner(rank, step, ranks)], band) for rank in range(ranks)) for step in range(ranks)
-    )
+    return tuple(tuple(block(queries[rank], keys[key_owner(rank, step, ranks)], band) for rank in range(ranks)) for step in range(ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingStep:
+    """What one rank does at one ring step.
+
+    offset: the keys are those of the rank `offset` places before; at 0 nothing travels. rows: which of that rank's key rows are used,
+    keys: their positions. block: the work, its key rows counted from the first of them. send: the local key rows that the rank `offset`
+    places further uses.
+    """
+
+    offset: int
+    rows: Span
+    keys: Spans
+    block: Block
+    send: Span
+
+
+@lru_cache(maxsize=4096)
+def ring_steps(queries: tuple[Spans, ...], keys: tuple[Spans, ...], band: Band, rank: int) -> tuple[RingStep, ...]:
+    """One rank's column of the step table, without the steps at which no rank has work. Every rank gets the same offsets."""
+    steps = []
+    for offset, row in enumerate(attention_step_table(queries, keys, band)):
+        if offset and not any(block.tiles for block in row):
+            continue
+        ranks = len(row)
+        work = row[rank]
+        first = work.keys[0]
+        tiles = tuple(Tile(queries=tile.queries, keys=_moved(tile.keys, -first), kind=tile.kind) for tile in work.tiles)
+        steps.append(
+            RingStep(
+                offset=offset,
+                rows=work.keys,
+                keys=positions_at(keys[key_owner(rank, offset, ranks)], work.keys),
+                block=Block(tiles=tiles, kind=work.kind),
+                send=row[(rank + offset) % ranks].keys,
+            )
+        )
+    return tuple(steps)
+
+
+def positions_at(spans: Spans, rows: Span) -> Spans:
+    """The positions of the local rows `rows` of a rank that holds `spans`."""
+    result = []
+    at = 0
+    for start, stop in spans:
+        first, last = max(rows[0] - at, 0), min(rows[1] - at, stop - start)
+        if first < last:
+            result.append((start + first, start + last))
+        at += stop - start
+    return tuple(result)
