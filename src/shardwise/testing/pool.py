@@ -55,7 +55,7 @@ def stop() -> None:
 def run(test: RankTest, arguments: Mapping[str, Any]) -> None:
     """Run one rank test on `test.size` processes. Raises `RankFailure` or `RankHang`, naming the ranks."""
     __tracebackhide__ = True
-    job = pool_parent.Job(key=test.key, arguments=pickle.dumps(dict(arguments)), size=test.size, timeout=test.timeout)
+    job = pool_parent.Job(key=test.key, arguments=_pickle(arguments), size=test.size, timeout=test.timeout)
     start()
     (pool,) = _pools
     try:
@@ -73,3 +73,10 @@ def run(test: RankTest, arguments: Mapping[str, Any]) -> None:
         raise RankFailure(size=test.size, reports=outcome.reports)
     if outcome.stacks:
         raise RankHang(size=test.size, timeout=test.timeout, stacks=outcome.stacks)
+
+
+def _pickle(arguments: Mapping[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(dict(arguments))
+    except Exception as error:
+        raise TypeError(f"a rank test with processes=True pickles its arguments, given {dict(arguments)}: {error}") from None

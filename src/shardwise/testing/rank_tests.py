@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,30 +51,31 @@ def ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on `n` ranks, with a `World` as its first argument.
 
-    processes: real processes with gloo instead of threads. The function is found by its name, so it stands at module level or in a class;
-    its arguments are pickled. mesh: axis names and sizes of `world.mesh`, for example `{"ddp": 2, "domain": 2}`. timeout: seconds after
-    which unfinished ranks are a failure that shows each rank's stack.
+    processes: real processes with gloo instead of threads. The function stands at module level, and its arguments are pickled.
+    mesh: axis names and sizes of `world.mesh`, for example `{"ddp": 2, "domain": 2}`.
+    timeout: seconds after which unfinished ranks are a failure that shows each rank's stack.
 
     A rank that raises ends the test on all ranks and is named in the failure; so is one that dies or hangs.
     Threads share what a process has once: the random number generators (use `world.randn` and `world.same`), warning filters, registries.
     """
     sizes = tuple(mesh.values()) if mesh else (n,)
-    if functools.reduce(int.__mul__, sizes, 1) != n:
-        raise ValueError(f"mesh {dict(mesh or {})} does not multiply to {n} ranks")
+    if math.prod(sizes) != n:
+        raise ValueError(f"mesh {dict(mesh or {})} has {math.prod(sizes)} ranks, not {n}")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = list(inspect.signature(function).parameters.values())
+        if not parameters or parameters[0].name == "self":
+            raise TypeError(f"{function.__qualname__}: a rank test is a function whose first parameter is the world")
+        signature = inspect.Signature(parameters[1:])
         test = RankTest(function=function, size=n, processes=processes, axes=mesh, timeout=timeout)
         REGISTRY[test.key] = test
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            if args:
-                raise TypeError(f"{function.__qualname__}: a rank test takes its arguments by keyword, given {args!r}")
-            _run(test, kwargs)
+            _run(test, signature.bind(*args, **kwargs).arguments)
 
-        signature = inspect.signature(function)
-        run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        run.__signature__ = signature  # type: ignore[attr-defined]
         run.rank_test = test  # type: ignore[attr-defined]
         return run
 
