@@ -1,0 +1,34 @@
+"""shardwise: plan, run and prove the split of a PyTorch model over devices.
+
+Public names are loaded on first use, so that importing the package (and planning with it) needs no torch.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "DistributedManager": "shardwise.mesh.process",
+    "MissingShardPatch": "shardwise.errors",
+    "ShardTensor": "shardwise.shard_tensor",
+    "ShardTensorSpec": "shardwise.shard_tensor",
+    "TensorPromotionMode": "shardwise.shard_tensor",
+    "UndeterminedShardingError": "shardwise.errors",
+    "fallback": "shardwise.shard_tensor",
+    "scatter_tensor": "shardwise.shard_tensor",
+    "sync_module_over_mesh": "shardwise.shard_tensor",
+}
+
+__all__ = sorted(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,114 @@
+"""The safe way for an op without a sharded form: gather, compute, keep the result replicated, and say once what it cost."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.errors import MissingShardPatch
+from shardwise.shard_tensor import registry
+from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
+from shardwise.shard_tensor.spec import ShardTensorSpec
+from shardwise.shard_tensor.tensor import ShardTensor
+
+_told: set[str] = set()
+
+
+def fallback_rule(op, args: tuple, kwargs: dict):
+    """Run `op` on complete tensors on every rank. Writes (in-place ops, `out=`) go back into the shards.
+
+    Communication: each sharded argument is gathered. Raises MissingShardPatch in fallback mode `"error"`.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    cost = sum(moved_bytes(leaf._spec, leaf._spec.replicate()) for leaf in leaves if isinstance(leaf, ShardTensor))
+    if registry.settings.fallback == "error":
+        layouts = "; ".join(leaf._spec.describe() for leaf in leaves if isinstance(leaf, ShardTensor))
+        raise MissingShardPatch(
+            f"{op} on {layouts}",
+            "it has no sharded form and fallback mode 'error' forbids gathering its arguments",
+            f"register one with ShardTensor.register_dispatch_handler({op}, handler), or allow the gather with shardwise.fallback('gather')",
+        )
+    if cost:
+        tell_once(str(op), cost)
+    full = [leaf_full(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    full_args, full_kwargs = tree_unflatten(full, structure)
+    result = op(*full_args, **full_kwargs)
+    schema = op._schema
+    if schema.is_mutable:
+        for leaf, whole in zip(leaves, full, strict=True):
+            if isinstance(leaf, ShardTensor):
+                write_back(leaf, whole)
+        originals = {id(whole): leaf for leaf, whole in zip(leaves, full, strict=True) if isinstance(leaf, ShardTensor)}
+        return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+    mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
+    results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        tree_map_only(ShardTensor, mark_copied, results)
+    return results
+
+
+def leaf_full(x: ShardTensor) -> Tensor:
+    """The complete local tensor of `x`; no gradient."""
+    return redistribute_local(x._local_tensor, x._spec, x._spec.replicate())
+
+
+def replicated(local: Tensor, mesh) -> ShardTensor:
+    """`local`, equal on all ranks, as a `ShardTensor`."""
+    spec = ShardTensorSpec(mesh, (Replicate(),) * mesh.ndim, tuple(local.shape), (None,) * local.ndim, local.dtype, tuple(local.stride()))
+    return ShardTensor(local, spec)
+
+
+def write_back(x: ShardTensor, whole: Tensor) -> None:
+    """Store the complete value `whole` in the shard of `x`, keeping its layout."""
+    refuse_copied(x)
+    if tuple(whole.shape) != tuple(x._spec.shape):
+        raise MissingShardPatch(
+            f"an in-place op that changes the shape of a sharded tensor from {tuple(x._spec.shape)} to {tuple(whole.shape)}",
+            "the shards of a ShardTensor keep their sizes",
+            "use the form of the op that returns a new tensor",
+        )
+    if x._spec.partial_mesh_dims:
+        x._spec = x._spec.gradient()
+        x._local_tensor = whole if x._spec.is_replicated else redistribute_local(whole, x._spec.replicate(), x._spec)
+        return
+    local = redistribute_local(whole, x._spec.replicate(), x._spec)
+    if local is not x._local_tensor:
+        x._local_tensor.copy_(local)
+
+
+def mark_copied(x: ShardTensor) -> ShardTensor:
+    """Remember that `x` stands for a view but has memory of its own: writing into it could not reach the base."""
+    x._copied_view = True
+    return x
+
+
+def refuse_copied(x: ShardTensor) -> None:
+    """Raise for an in-place write into a view that had to be copied."""
+    if getattr(x, "_copied_view", False):
+        raise MissingShardPatch(
+            f"an in-place write into a view ({x._spec.describe()})",
+            "the view had to be copied to be sharded, so the write would not reach the tensor it views",
+            "write with an op that returns a new tensor, or into the tensor itself",
+        )
+
+
+def tell_once(name: str, cost: int) -> None:
+    """Warn, once for each op, that its arguments were gathered, with the bytes each rank received."""
+    if name in _told:
+        return
+    _told.add(name)
+    warnings.warn(
+        f"{name} has no sharded form: its arguments were gathered ({cost:,} bytes received per rank) and the result is replicated. "
+        "It is right but saves neither time nor memory; shardwise.fallback('error') refuses instead.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def forget_told() -> None:
+    """Let every op warn again (for tests)."""
+    _told.clear()
+

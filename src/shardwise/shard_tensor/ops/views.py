@@ -1,0 +1,397 @@
+"""Ops that only rearrange dims: view, permute, expand, slice, select and their like, and their backward forms.
+
+Communication: none, except where a view regroups a sharded dim off its row borders (rows are rebalanced), where the
+sharded dim does not lead its run (the shard moves), and where one row of a sharded dim is selected (it is broadcast).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.shard_tensor.fallback import mark_copied
+from shardwise.shard_tensor.redistribute import redistribute_local
+from shardwise.shard_tensor.registry import shard_function_table, shard_rule
+from shardwise.shard_tensor.regroup import complete_shape, view_specs
+from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
+from shardwise.shard_tensor.tensor import ShardTensor, needs_grad
+
+aten = torch.ops.aten
+
+
+# ---------------------------------------------------------------------- view and reshape
+
+
+@shard_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+def view(op, args, kwargs):
+    x, shape = args[0], args[1]
+    spec = x._spec
+    plan = spec.cached(("view", tuple(shape)), lambda: _view_plan(spec, shape))
+    before, after, local_shape = plan
+    local = redistribute_local(x._local_tensor, spec, before)
+    if before is spec:
+        try:
+            return ShardTensor(local.view(local_shape), after)
+        except RuntimeError:  # the shard's memory order allows no view
+            pass
+    return mark_copied(ShardTensor(local.reshape(local_shape), after))
+
+
+def _view_plan(spec: ShardTensorSpec, shape: Sequence[int]):
+    before, after = view_specs(spec, complete_shape(shape, spec.numel))
+    return before, after, after.local_shape
+
+
+@shard_rule(aten.view.dtype)
+def view_dtype(op, args, kwargs):
+    """Another dtype on the same bytes; between dtypes of different size the last dim must not be sharded."""
+    x, dtype = args
+    spec = x._spec
+    if dtype.itemsize != spec.dtype.itemsize and spec.sizes[-1] is not None:
+        spec = spec.replicate(spec.mesh_dims_of(spec.ndim - 1))
+    local = redistribute_local(x._local_tensor, x._spec, spec).view(dtype)
+    shape = (*spec.shape[:-1], local.shape[-1]) if spec.ndim else ()
+    return ShardTensor(local, spec.with_dims(shape, range(spec.ndim), dtype=dtype))
+
+
+# ---------------------------------------------------------------------- order of dims
+
+
+def _reordered(x: ShardTensor, local, key, order: Sequence[int]) -> ShardTensor:
+    spec = x._spec
+    out = spec.cached(
+        key,
+        lambda: spec.with_dims([spec.shape[d] for d in order], order, tuple(spec.stride[d] for d in order)),
+    )
+    return ShardTensor(local, out)
+
+
+def transpose_local(x: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+    order = list(range(x._spec.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _reordered(x, x._local_tensor.transpose(dim0, dim1), ("transpose", dim0, dim1), order)
+
+
+@shard_rule(aten.transpose.int)
+def transpose(op, args, kwargs):
+    return transpose_local(*args)
+
+
+@shard_rule(aten.t.default)
+def t(op, args, kwargs):
+    (x,) = args
+    return transpose_local(x, 0, 1) if x._spec.ndim == 2 else x
+
+
+@shard_rule(aten.permute.default)
+def permute(op, args, kwargs):
+    x, dims = args
+    order = tuple(d % x._spec.ndim for d in dims)
+    return _reordered(x, x._local_tensor.permute(order), ("permute", order), order)
+
+
+# ---------------------------------------------------------------------- size-1 dims
+
+
+def _without_shards(x: ShardTensor, dims: Sequence[int]) -> tuple[torch.Tensor, ShardTensorSpec]:
+    """`x` with the given dims unsharded."""
+    axes = [axis for dim in dims if x._spec.sizes[dim] is not None for axis in x._spec.mesh_dims_of(dim)]
+    spec = x._spec.replicate(sorted(axes)) if axes else x._spec
+    return redistribute_local(x._local_tensor, x._spec, spec), spec
+
+
+@shard_rule(aten.unsqueeze.default)
+def unsqueeze(op, args, kwargs):
+    x, dim = args
+    spec = x._spec
+    dim = dim % (spec.ndim + 1)
+
+    def make():
+        shape = [*spec.shape[:dim], 1, *spec.shape[dim:]]
+        inner = spec.shape[dim] * spec.stride[dim] if dim < spec.ndim else 1
+        return spec.with_dims(
+            shape, [*range(dim), None, *range(dim, spec.ndim)], (*spec.stride[:dim], inner, *spec.stride[dim:])
+        )
+
+    return ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make))
+
+
+@shard_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(op, args, kwargs):
+    x = args[0]
+    ndim = x._spec.ndim
+    named = range(ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = {d % ndim for d in named if ndim and x._spec.shape[d] == 1}
+    local, spec = _without_shards(x, sorted(gone))
+    kept = [d for d in range(ndim) if d not in gone]
+    out = spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
+    return ShardTensor(local.squeeze(tuple(sorted(gone))) if gone else local.view(local.shape), out)
+
+
+@shard_rule(aten.expand.default)
+def expand(op, args, kwargs):
+    x, size = args[0], tuple(args[1])
+    shift = len(size) - x._spec.ndim
+    grown = [d for d in range(x._spec.ndim) if x._spec.shape[d] == 1 and size[d + shift] not in (1, -1)]
+    local, spec = _without_shards(x, grown)
+    shape = tuple(spec.shape[i - shift] if n == -1 else n for i, n in enumerate(size))
+    stride = tuple(
+        0 if i < shift or (spec.shape[i - shift] == 1 and shape[i] != 1) else spec.stride[i - shift] for i in range(len(shape))
+    )
+    out = spec.with_dims(shape, [None] * shift + list(range(spec.ndim)), stride)
+    for d in range(spec.ndim):
+        if spec.sizes[d] is None and shape[d + shift] != spec.shape[d] and spec.shape[d] != 1:
+            raise RuntimeError(f"expand: dim {d} of size {spec.shape[d]} cannot become {shape[d + shift]}")
+    return ShardTensor(local.expand(out.local_shape), out)
+
+
+# ---------------------------------------------------------------------- slices
+
+
+def _bounds(start: int | None, stop: int | None, step: int, size: int) -> tuple[int, int]:
+    return slice(start, stop, step).indices(size)[:2]
+
+
+def sliced(x: ShardTensor, dim: int, start: int | None, stop: int | None, step: int = 1) -> ShardTensor:
+    """Rows start:stop:step of `dim`. On a sharded dim each rank keeps those of its own rows; shards may become empty."""
+    spec = x._spec
+    dim %= spec.ndim
+    local_bounds, out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
+    return ShardTensor(aten.slice.Tensor(x._local_tensor, dim, *local_bounds, step), out)
+
+
+def _slice_plan(spec: ShardTensorSpec, dim: int, start: int | None, stop: int | None, step: int):
+    start, stop = _bounds(start, stop, step, spec.shape[dim])
+    count = len(range(start, stop, step))
+    shape = [*spec.shape[:dim], count, *spec.shape[dim + 1 :]]
+    stride = (*spec.stride[:dim], spec.stride[dim] * step, *spec.stride[dim + 1 :])
+    blocks = spec.sizes[dim]
+    if blocks is None:
+        return (start, max(start, stop)), spec.with_dims(shape, range(spec.ndim), stride)
+    kept = rows_kept(blocks, start, stop, step)
+    sizes = (*spec.sizes[:dim], tuple(len(rows) for rows in kept), *spec.sizes[dim + 1 :])
+    mine = kept[spec.block_index(dim, spec.coordinate)]
+    bounds = (mine.start, mine[-1] + 1) if len(mine) else (0, 0)
+    return bounds, ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype, stride)
+
+
+def rows_kept(blocks: Sequence[int], start: int, stop: int, step: int) -> list[range]:
+    """For each block, the local rows among start:stop:step of the whole dim."""
+    kept, low = [], 0
+    for size in blocks:
+        first = start if start >= low else start + -(-(low - start) // step) * step
+        kept.append(range(first - low, min(stop, low + size) - low, step) if first < min(stop, low + size) else range(0))
+        low += size
+    return kept
+
+
+@shard_rule(aten.slice.Tensor)
+def slice_tensor(op, args, kwargs):
+    x, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    return sliced(x, dim, start, stop, step)
+
+
+@shard_rule(aten.select.int)
+def select(op, args, kwargs):
+    """One row of `dim`. On a sharded dim its owner broadcasts it and the result is replicated over that axis."""
+    x, dim, index = args
+    dim %= x._spec.ndim
+    index = index + x._spec.shape[dim] if index < 0 else index
+    if not 0 <= index < x._spec.shape[dim]:
+        raise IndexError(f"index {args[2]} is out of bounds for dim {dim} with size {x._spec.shape[dim]}")
+    if x._spec.sizes[dim] is None:
+        spec = x._spec
+        kept = [d for d in range(spec.ndim) if d != dim]
+        out = spec.cached(
+            ("select", dim), lambda: spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
+        )
+        return ShardTensor(x._local_tensor.select(dim, index), out)
+    row = sliced(x, dim, index, index + 1)
+    local, spec = _without_shards(row, [dim])
+    kept = [d for d in range(spec.ndim) if d != dim]
+    return mark_copied(ShardTensor(local.select(dim, 0), spec.with_dims([spec.shape[d] for d in kept], kept)))
+
+
+@shard_rule(aten.slice_backward.default)
+def slice_backward(op, args, kwargs):
+    """Zeros of the whole shape with `grad` in the slice. Rows outside the slice go to the ranks next to it."""
+    grad, shape, dim, start, stop, step = args
+    dim %= len(shape)
+    spec = grad._spec
+    start, stop = _bounds(start, stop, step, shape[dim])
+    blocks = spec.sizes[dim]
+    if blocks is None or not spec.shape[dim]:
+        local, spec = (grad._local_tensor, spec) if blocks is None else _without_shards(grad, [dim])
+        out = spec.with_dims(shape, range(spec.ndim))
+        return ShardTensor(op(local, out.local_shape, dim, start, stop, step), out)
+    borders = [0]
+    for size in blocks:
+        borders.append(borders[-1] + size)
+    rows = [0, *(start + border * step if border < spec.shape[dim] else shape[dim] for border in borders[1:-1]), shape[dim]]
+    sizes = (*spec.sizes[:dim], tuple(b - a for a, b in zip(rows, rows[1:], strict=False)), *spec.sizes[dim + 1 :])
+    out = ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype)
+    me = spec.block_index(dim, spec.coordinate)
+    first = start + borders[me] * step - rows[me]
+    local = grad._local_tensor
+    if not blocks[me]:
+        return ShardTensor(local.new_zeros(out.local_shape), out)
+    return ShardTensor(op(local, out.local_shape, dim, first, first + (blocks[me] - 1) * step + 1, step), out)
+
+
+@shard_rule(aten.select_backward.default)
+def select_backward(op, args, kwargs):
+    grad, shape, dim, index = args
+    dim %= len(shape)
+    spec = grad._spec
+    out = spec.with_dims(shape, [*range(dim), None, *range(dim, spec.ndim)])
+    return ShardTensor(op(grad._local_tensor, out.local_shape, dim, index), out)
+
+
+@shard_rule(aten.split.Tensor)
+def split(op, args, kwargs):
+    x, size, dim = (*args, 0)[:3]
+    count = x._spec.shape[dim]
+    starts = range(0, count, size) if count else [0]
+    return [sliced(x, dim, start, min(start + size, count)) for start in starts]
+
+
+@shard_rule(aten.split_with_sizes.default)
+def split_with_sizes(op, args, kwargs):
+    x, sizes, dim = (*args, 0)[:3]
+    if sum(sizes) != x._spec.shape[dim]:
+        raise RuntimeError(f"split sizes {list(sizes)} add up to {sum(sizes)}, but dim {dim} has {x._spec.shape[dim]}")
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(sliced(x, dim, start, start + size))
+        start += size
+    return parts
+
+
+@shard_rule(aten.unbind.int)
+def unbind(op, args, kwargs):
+    x, dim = (*args, 0)[:2]
+    dim %= x._spec.ndim
+    copied = x._spec.sizes[dim] is not None
+    if copied:
+        local, spec = _without_shards(x, [dim])
+        x = ShardTensor(local, spec)
+    parts = [select(aten.select.int, (x, dim, i), {}) for i in range(x._spec.shape[dim])]
+    return [mark_copied(part) for part in parts] if copied else parts
+
+
+# ---------------------------------------------------------------------- the same tensor
+
+
+@shard_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def same(op, args, kwargs):
+    return ShardTensor(op(args[0]._local_tensor), args[0]._spec)
+
+
+@shard_rule(aten.view_as_real.default)
+def view_as_real(op, args, kwargs):
+    spec = args[0]._spec
+    local = op(args[0]._local_tensor)
+    out = spec.with_dims((*spec.shape, 2), [*range(spec.ndim), None], (*(2 * s for s in spec.stride), 1), local.dtype)
+    return ShardTensor(local, out)
+
+
+@shard_rule(aten.view_as_complex.default)
+def view_as_complex(op, args, kwargs):
+    local, spec = _without_shards(args[0], [args[0]._spec.ndim - 1])
+    result = op(local.contiguous() if local.stride()[-1] != 1 else local)
+    out = spec.with_dims(spec.shape[:-1], range(spec.ndim - 1), tuple(s // 2 for s in spec.stride[:-1]), result.dtype)
+    return ShardTensor(result, out)
+
+
+# ---------------------------------------------------------------------- joining
+
+
+@shard_rule(aten.cat.default)
+def cat(op, args, kwargs):
+    """Along an unsharded dim the operands take the layout of the largest. Along a sharded dim each rank gets the rows of the
+    result that `torch.chunk` would give it."""
+    tensors, dim = (*args, 0)[:2]
+    tensors = [x for x in tensors if x.ndim != 1 or x.shape[0] != 0] or tensors[:1]
+    dim %= tensors[0].ndim
+    largest = max((x for x in tensors if isinstance(x, ShardTensor)), key=lambda x: x._spec.numel)
+    base = largest._spec.gradient()
+    total = sum(x.shape[dim] for x in tensors)
+    shape = (*base.shape[:dim], total, *base.shape[dim + 1 :])
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    if base.sizes[dim] is None:
+        out = ShardTensorSpec(base.mesh, base.placements, shape, base.sizes, dtype)
+        parts = [_laid(x, base) for x in tensors]
+        return ShardTensor(op(parts, dim), out)
+    return _cat_sharded(tensors, dim, base, shape, dtype)
+
+
+def _laid(x, base: ShardTensorSpec) -> torch.Tensor:
+    """The shard of `x` in the layout of `base`, whatever its size along unsharded dims."""
+    shape = tuple(x.shape)
+    want = ShardTensorSpec(base.mesh, base.placements, shape, base.sizes, x.dtype)
+    if isinstance(x, ShardTensor):
+        return redistribute_local(x._local_tensor, x._spec, want)
+    return redistribute_local(x, want.replicate(), want)
+
+
+def _cat_sharded(tensors, dim: int, base: ShardTensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> ShardTensor:
+    """Each operand's rows go to the ranks that hold them in the result; a replicated operand's rows cost nothing."""
+    ranks = len(base.sizes[dim])
+    total = shape[dim]
+    spread = [x for x in tensors if isinstance(x, ShardTensor) and x._spec.sizes[dim] is not None and len(x._spec.sizes[dim]) == ranks]
+    if len(spread) == 1 and spread[0]._spec.placements == base.placements:  # rows before go to the first rank, rows after to the last
+        blocks = list(spread[0]._spec.sizes[dim])
+        at = next(i for i, x in enumerate(tensors) if x is spread[0])
+        blocks[0] += sum(x.shape[dim] for x in tensors[:at])
+        blocks[-1] += sum(x.shape[dim] for x in tensors[at + 1 :])
+    else:
+        blocks = list(ShardTensorSpec.chunked(base.mesh, base.placements, shape, dtype).sizes[dim])
+    sizes = (*base.sizes[:dim], tuple(blocks), *base.sizes[dim + 1 :])
+    out = ShardTensorSpec(base.mesh, base.placements, shape, sizes, dtype)
+    borders = [sum(blocks[:i]) for i in range(ranks + 1)]
+    parts, start = [], 0
+    for x in tensors:
+        count = x.shape[dim]
+        mine = tuple(max(0, min(borders[i + 1], start + count) - max(borders[i], start)) for i in range(ranks))
+        want_sizes = (*base.sizes[:dim], mine, *base.sizes[dim + 1 :])
+        want = ShardTensorSpec(base.mesh, base.placements, tuple(x.shape), want_sizes, x.dtype)
+        have = x._spec if isinstance(x, ShardTensor) else want.replicate()
+        parts.append(redistribute_local(x._local_tensor if isinstance(x, ShardTensor) else x, have, want))
+        start += count
+    return ShardTensor(aten.cat.default(parts, dim), out)
+
+
+@shard_rule(aten.stack.default)
+def stack(op, args, kwargs):
+    tensors, dim = (*args, 0)[:2]
+    dim %= tensors[0].ndim + 1
+    base = max((x for x in tensors if isinstance(x, ShardTensor)), key=lambda x: len(x._spec.sharded_mesh_dims))._spec.gradient()
+    local = op([_laid(x, base) for x in tensors], dim)
+    shape = (*base.shape[:dim], len(tensors), *base.shape[dim:])
+    return ShardTensor(local, base.with_dims(shape, [*range(dim), None, *range(dim, base.ndim)], contiguous_stride(shape), local.dtype))
+
+
+# ---------------------------------------------------------------------- the short way, where nothing is recorded
+
+
+def _fast_transpose(func, args, kwargs):
+    if len(args) != 3 or kwargs or not isinstance(args[0], ShardTensor) or needs_grad(args[0]):
+        return NotImplemented
+    x, dim0, dim1 = args
+    return transpose_local(x, dim0, dim1)
+
+
+def _fast_view(func, args, kwargs):
+    x = args[0]
+    shape = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if kwargs or not isinstance(x, ShardTensor) or not all(type(n) is int for n in shape) or not shape or needs_grad(x):
+        return NotImplemented
+    return view(aten.view.default, (x, shape), {})
+
+
+shard_function_table([torch.transpose, torch.Tensor.transpose], _fast_transpose)
+shard_function_table([torch.Tensor.view], _fast_view)
+

@@ -1,0 +1,249 @@
+"""A plain tensor that meets a `ShardTensor` counts as replicated; its gradient is summed over the ranks. Decided here.
+
+Each rank sees only its own shard, so its gradient of a plain weight is one summand of the true one. The sum is made
+between the ops and the weight, as part of the graph::
+
+    weight -> _Finish -> _Start -> every op that uses it        (the weight's values, unchanged)
+
+Backward, `_Start` receives what this rank's ops contributed and puts it in a bucket; full buckets are summed
+asynchronously while backward goes on. `_Finish` waits and hands the sum on. Its node has the lowest priority in the
+autograd engine, so it runs when nothing else is left to do, yet before the gradient reaches the weight: tensor hooks,
+post-accumulate hooks, a DDP reducer and the optimizer only ever see complete gradients. Under FSDP2, which reads
+gradients in the middle of backward, each sum is finished at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.utils.weak import TensorWeakRef
+
+from shardwise.collectives import functional as comm
+from shardwise.mesh.groups import axis_group, flat_group
+from shardwise.shard_tensor.spec import ShardTensorSpec
+from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
+
+BUCKET_BYTES = 25 * 2**20
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def summed_dims(specs: Sequence[ShardTensorSpec]) -> tuple[int, ...]:
+    """The mesh dims over which a replicated operand's gradient is a pending sum: those where any neighbour is not replicated."""
+    mesh_ndim = specs[0].mesh.ndim
+    return tuple(i for i in range(mesh_ndim) if any(not isinstance(spec.placements[i], Replicate) for spec in specs))
+
+
+def promote(value: Tensor, specs: Sequence[ShardTensorSpec]) -> Tensor:
+    """`value` as a replicated `ShardTensor` on the mesh of `specs`, its gradient summed; a tensor without gradient as it is."""
+    if isinstance(value, DTensor):
+        return ShardTensor.from_dtensor(value)
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return value
+    mesh = specs[0].mesh
+    spec = ShardTensorSpec(mesh, (Replicate(),) * mesh.ndim, tuple(value.shape), (None,) * value.ndim, value.dtype, tuple(value.stride()))
+    dims = summed_dims(specs)
+    return _Promote.apply(sum_gradient(value, mesh, dims), spec, dims)
+
+
+def plain_operand(value: Tensor | None, specs: Sequence[ShardTensorSpec]) -> Tensor | None:
+    """`value`, complete and plain on this rank, for use beside local shards of `specs`; its gradient is summed.
+
+    For handlers that compute on shards: takes plain tensors, DTensors and `ShardTensor`s (gathered if need be).
+    """
+    if value is None:
+        return None
+    if isinstance(value, DTensor):
+        value = ShardTensor.from_dtensor(value)
+    dims = summed_dims(specs)
+    if isinstance(value, ShardTensor):
+        value = redistribute(value, value._spec.replicate())
+        pending = tuple(Partial() if i in dims else Replicate() for i in range(specs[0].mesh.ndim))
+        return to_local(value, ShardTensorSpec(value._spec.mesh, pending, value._spec.shape, value._spec.sizes, value._spec.dtype))
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return value
+    return sum_gradient(value, specs[0].mesh, dims)
+
+
+class _Promote(torch.autograd.Function):
+    """Plain to replicated. Backward: this rank's summand of the gradient, over the mesh dims `dims`."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, spec: ShardTensorSpec, dims: tuple[int, ...]) -> ShardTensor:
+        ctx.spec, ctx.dims = spec, dims
+        return ShardTensor(value.detach(), spec)
+
+    @staticmethod
+    def backward(ctx, grad: ShardTensor):
+        return to_local(_as_summand(grad, ctx.spec, ctx.dims)), None, None
+
+
+def _as_summand(grad: ShardTensor, spec: ShardTensorSpec, dims: tuple[int, ...]) -> ShardTensor:
+    """A local tensor of the whole shape that, summed over `dims`, gives `grad`."""
+    have = grad._spec
+    others = [i for i in range(have.mesh.ndim) if i not in dims]
+    if any(not isinstance(have.placements[i], Replicate) for i in others):
+        grad = redistribute(grad, have.replicate(others))
+        have = grad._spec
+    local = to_local(grad, have)
+    for dim in have.sharded_dims:  # a shard becomes a whole with zeros elsewhere
+        start, stop = have.box()[dim]
+        rest = have.shape[dim] - stop
+        if start or rest:
+            shape = list(local.shape)
+            before, after = shape.copy(), shape.copy()
+            before[dim], after[dim] = start, rest
+            local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
+    repeated = [i for i in dims if isinstance(have.placements[i], Replicate)]
+    if any(have.coordinate[i] for i in repeated):  # equal on all ranks of these dims: one of them contributes it
+        local = torch.zeros_like(local)
+    pending = tuple(Partial() if i in dims else Replicate() for i in range(have.mesh.ndim))
+    return from_local(local, ShardTensorSpec(have.mesh, pending, spec.shape, spec.sizes, local.dtype, spec.stride))
+
+
+# ---------------------------------------------------------------------- summing, in buckets, behind the graph
+
+
+def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
+    """`value` unchanged; its gradient is summed over the ranks along mesh dims `dims` before it reaches `value`.
+
+    Communication: backward, one all-reduce for each bucket of gradients; for a tensor that is not a leaf, one at once.
+    """
+    if not dims or all(mesh.size(i) == 1 for i in dims):
+        return value
+    if not value.is_leaf or torch.compiler.is_compiling():
+        return comm.sum_gradient(value, _group(mesh, dims))
+    uses = _uses(mesh)
+    use = uses.get((id(value), dims))
+    alias = use.alias_of(value) if use is not None else None
+    if alias is None:
+        use = _Use(value, _group(mesh, dims))
+        alias = use.attach(value)
+        uses[id(value), dims] = use
+    return alias
+
+
+def _group(mesh, dims: tuple[int, ...]):
+    return axis_group(mesh, dims[0]) if len(dims) == 1 else flat_group(mesh, dims)
+
+
+def _uses(mesh) -> dict:
+    """The weights in use on `mesh`, kept with the mesh object of this rank."""
+    if not hasattr(mesh, "_shardwise_uses"):
+        mesh._shardwise_uses = {}
+    return mesh._shardwise_uses
+
+
+class _Use:
+    """One weight on one group: the alias that ops use, and the gradient on its way back. Holds no tensor alive."""
+
+    def __init__(self, value: Tensor, group) -> None:
+        self.value = weakref.ref(value)
+        self.data_ptr = value.data_ptr()
+        self.group = group
+        self.bucket: _Bucket | None = None
+        self.alias: TensorWeakRef | None = None
+
+    def attach(self, value: Tensor) -> Tensor:
+        finish = _Finish.apply(value, self)
+        finish.grad_fn._set_sequence_nr(0)
+        alias = _Start.apply(finish, self)
+        self.alias = TensorWeakRef(alias)
+        return alias
+
+    def alias_of(self, value: Tensor) -> Tensor | None:
+        """The alias, while it stands for `value`: the same object and memory, and no backward has passed since."""
+        if self.alias is None or self.value() is not value or value.data_ptr() != self.data_ptr:
+            return None
+        return self.alias()
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, use: _Use) -> Tensor:
+        ctx.use = use
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        bucket, ctx.use.bucket = ctx.use.bucket, None
+        return (grad if bucket is None else bucket.take(ctx.use)), None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, use: _Use) -> Tensor:
+        ctx.use = use
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        use = ctx.use
+        use.alias = None
+        if torch.is_grad_enabled() or _reads_gradients_early():
+            return comm.sum_forward(grad, use.group), None
+        _open_bucket(use.group, grad).add(use, grad)
+        return grad, None
+
+
+def _reads_gradients_early() -> bool:
+    """Whether FSDP2 manages a module in this process: it reads gradients in the middle of backward."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return any(type(state()).__name__ == "FSDPState" for state in list(_module_state_mapping.values()))
+
+
+class _Bucket:
+    """Gradients of one dtype and group, summed together."""
+
+    def __init__(self, group) -> None:
+        self.group = group
+        self.grads: dict[_Use, Tensor] = {}
+        self.bytes = 0
+        self.handle = None
+        self.sums: dict[_Use, Tensor] = {}
+
+    def add(self, use: _Use, grad: Tensor) -> None:
+        self.grads[use] = grad
+        use.bucket = self
+        self.bytes += grad.numel() * grad.element_size()
+        if self.bytes >= BUCKET_BYTES:
+            self.launch()
+
+    def launch(self) -> None:
+        if self.handle is not None:
+            return
+        flat = torch.cat([grad.reshape(-1) for grad in self.grads.values()])
+        self.handle = comm.start_all_reduce(flat, self.group)
+
+    def take(self, use: _Use) -> Tensor:
+        self.launch()
+        if not self.sums:
+            flat = self.handle.wait()
+            pieces = flat.split([grad.numel() for grad in self.grads.values()])
+            self.sums = {u: piece.view(grad.shape) for (u, grad), piece in zip(self.grads.items(), pieces, strict=True)}
+            self.grads = {}
+        return self.sums.pop(use)
+
+
+class _Open(threading.local):
+    """The bucket that still takes gradients, for each running backward, group, dtype and device."""
+
+    def __init__(self) -> None:
+        self.buckets: weakref.WeakValueDictionary[tuple, _Bucket] = weakref.WeakValueDictionary()
+
+
+_open = _Open()
+
+
+def _open_bucket(group, grad: Tensor) -> _Bucket:
+    key = (torch._C._current_graph_task_id(), id(group), grad.dtype, grad.device)
+    bucket = _open.buckets.get(key)
+    if bucket is None or bucket.handle is not None:
+        bucket = _open.buckets[key] = _Bucket(group)
+    return bucket

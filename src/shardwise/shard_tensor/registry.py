@@ -1,0 +1,185 @@
+"""Where ops are looked up.
+
+An op reaches the tensor at two levels, each with its own table:
+
+* *function level* (`functions`): `handler(func, types, args, kwargs)` for a Python-level function that would lose meaning
+  when decomposed (linear, convolution, attention). `@shard_function(F.conv2d)` registers a handler that has the signature
+  of the function it stands for; autograd records what it does.
+* *dispatch level* (`rules`): `rule(func, args, kwargs)` for an operator overload, below autograd, so a rule needs no
+  backward. `@shard_rule(aten.mm.default)` registers one; `rule_families` serve whole families by a predicate.
+
+Whatever is in neither table takes the safe fallback of `fallback.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+functions: dict[Callable, Callable] = {}
+named_functions: dict[str, Callable] = {}
+rules: dict[object, Callable] = {}
+rule_families: list[tuple[Callable[[object], bool], Callable]] = []
+
+# Functions that act on the tensor objects they are given: plain tensors among their arguments stay as they are.
+IDENTITY_FUNCTIONS = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    Tensor.backward,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.retain_grad,
+    Tensor.grad.__set__,
+    Tensor.data.__set__,
+}
+
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+class Settings(threading.local):
+    """Per-thread switches: `promotion` (silent, warn, disabled) and `fallback` (gather, error)."""
+
+    promotion = "silent"
+    fallback = "gather"
+
+
+settings = Settings()
+
+
+@contextmanager
+def fallback(mode: str):
+    """Inside the block an op without a sharded form is gathered (`"gather"`, the default) or refused (`"error"`)."""
+    if mode not in ("gather", "error"):
+        raise ValueError(f"fallback mode {mode!r} is unknown: use 'gather' or 'error'")
+    before, settings.fallback = settings.fallback, mode
+    try:
+        yield
+    finally:
+        settings.fallback = before
+
+
+def shard_function(*funcs: Callable) -> Callable:
+    """Register a handler with the signature of `funcs`. Returning `NotImplemented` passes the call on to dispatch level."""
+
+    def register(handler: Callable) -> Callable:
+        def adapter(func, types, args, kwargs):
+            result = handler(*args, **kwargs)
+            return call_function(func, types, args, kwargs) if result is NotImplemented else result
+
+        adapter.handler = handler
+        for func in funcs:
+            functions[func] = adapter
+        return handler
+
+    return register
+
+
+def shard_function_table(table: Iterable[Callable], handler: Callable) -> None:
+    """Register one `handler(func, args, kwargs)` for every function of a simple family."""
+
+    def adapter(func, types, args, kwargs):
+        result = handler(func, args, kwargs)
+        return call_function(func, types, args, kwargs) if result is NotImplemented else result
+
+    adapter.handler = handler
+    for func in table:
+        functions[func] = adapter
+
+
+def shard_rule(*ops) -> Callable:
+    """Register `rule(func, args, kwargs)` for operator overloads."""
+
+    def register(rule: Callable) -> Callable:
+        for op in ops:
+            rules[op] = rule
+        return rule
+
+    return register
+
+
+def registered_ops() -> tuple[str, ...]:
+    """Names of everything with a handler or a rule of its own, sorted."""
+    names = {_function_name(func) for func in functions} | {str(op) for op in rules if isinstance(op, torch._ops.OpOverload)}
+    return tuple(sorted(names))
+
+
+def _function_name(func: Callable) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+def find_rule(op) -> Callable:
+    """The rule of an operator overload: its own, its family's, or the fallback. Remembered for the next call."""
+    for matches, rule in rule_families:
+        if matches(op):
+            rules[op] = rule
+            return rule
+    from shardwise.shard_tensor.fallback import fallback_rule
+
+    return fallback_rule
+
+
+def call_function(func: Callable, types, args: tuple, kwargs: dict):
+    """Call `func` on the tensors themselves: autograd records it, and its operators arrive at dispatch level."""
+    if named_functions:
+        handler = named_functions.get(str(func)) or named_functions.get(f"{func}.default")
+        if handler is not None:
+            return handler(func, types, args, kwargs)
+    if (torch.is_grad_enabled() or settings.promotion != "silent") and func not in IDENTITY_FUNCTIONS:
+        args, kwargs = promote_operands(func, args, kwargs)
+    with _NoTorchFunction():
+        return func(*args, **kwargs)
+
+
+def promote_operands(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Turn plain tensors that need a gradient, and DTensors, into replicated operands of the `ShardTensor`s beside them."""
+    from shardwise.shard_tensor.tensor import ShardTensor
+
+    found: list[ShardTensor] = []
+    plain = False
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, ShardTensor):
+                found.append(item)
+            elif isinstance(item, Tensor):
+                plain = True
+    if not plain or not found:
+        return args, kwargs
+    from shardwise.shard_tensor.promote import promote
+
+    if settings.promotion != "silent":
+        _announce(func, args)
+    specs = [x._spec for x in found]
+
+    def convert(value):
+        if isinstance(value, Tensor):
+            return value if isinstance(value, ShardTensor) else promote(value, specs)
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            return type(value)(convert(item) for item in value) if type(value) in (list, tuple) else value
+        return value
+
+    return tuple(convert(value) for value in args), {key: convert(value) for key, value in kwargs.items()}
+
+
+def check_promotion(func: Callable, args: tuple) -> None:
+    """Warn about or refuse plain tensors beside a `ShardTensor`, as the promotion mode says."""
+    if settings.promotion != "silent":
+        _announce(func, args)
+
+
+def _announce(func: Callable, args: tuple) -> None:
+    from shardwise.shard_tensor.tensor import ShardTensor
+
+    for value in args:
+        if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.ndim > 0:
+            given = f"{_function_name(func)} got a plain tensor of shape {tuple(value.shape)} beside a ShardTensor"
+            if settings.promotion == "disabled":
+                raise RuntimeError(
+                    f"{given}, mixed operands are refused in promotion mode 'disabled': make it a ShardTensor with scatter_tensor(..., "
+                    "placements=(Replicate(),)), or use ShardTensor.promotion_mode('silent')"
+                )
+            warnings.warn(f"{given}: auto-promoting it to a replicated one", UserWarning, stacklevel=4)
