@@ -44,10 +44,12 @@ RECOMPUTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Bytes kept per part, and the largest temporary of the layer's backward pass."""
+    """Bytes kept per part; the largest temporary of the layer's backward pass; its input; outputs of its matrix products."""
 
     parts: dict[str, float]
     working: float
+    input: float
+    products: float
 
     @property
     def total(self) -> float:
@@ -55,6 +57,14 @@ class Saved:
 
     def after(self, recompute: Recompute) -> float:
         """Bytes kept when the modules of a selective recompute list are dropped."""
+        if "layer" in recompute.modules:  # torchtitan: every second layer
+            return (self.total + self.input) / 2
+        if "op" in recompute.modules:
+            return (
+                self.input
+                + sum(size for part, size in self.parts.items() if part in ("attention_output", "log_sum_exp"))
+                + self.products / 2
+            )
         dropped = {part for name in recompute.modules for part in RECOMPUTED.get(name, ())}
         return sum(size for part, size in self.parts.items() if part not in dropped)
 
@@ -93,9 +103,11 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
     parts["norm_input"] = BF16 * hidden * split * blocks
     parts["norm_output"] = 0.0
     working = 2.0 * BF16 * hidden * tokens
+    products = 2.0 * BF16 * hidden * split  # output projection and down projection
     if isinstance(mixer, (Attention, Mla, CompressedAttention)):
         parts["norm_output"] += copy * hidden * split
         _attention(mixer, shape, model, parts)
+        products += BF16 * tokens * (mixer.heads * mixer.head_dim + 2 * mixer.kv_heads * mixer.head_dim) / tp
     elif isinstance(mixer, (Mamba2, DeltaNet)):
         inner = mixer.inner if isinstance(mixer, Mamba2) else mixer.value_width
         parts["norm_output"] += copy * hidden * split
@@ -114,6 +126,7 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
         parts["mlp_hidden"] = BF16 * up * tokens
         parts["mlp_act"] = copy * ffn * tokens
         working = max(working, BF16 * (up + ffn) * tokens)
+        products += BF16 * up * tokens
     elif isinstance(mlp, Moe):
         width = mlp.latent or hidden
         share = min(1.0, shape.capacity) if shape.capacity else imbalance
@@ -132,9 +145,31 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
             shared = mlp.shared_ffn / tp
             parts["shared_hidden"] = (BF16 * shared * (2 if gated else 1) + copy * shared) * tokens
         working = max(working, BF16 * (width + up + ffn) * received)
-    return Saved(parts=parts, working=working)
+        products += BF16 * (up + width) * received
+        if shape.dispatcher == "allgather":
+            parts["moe_gathered"] = BF16 * width * shape.routed_tokens * shape.ep * shape.etp
+    return Saved(parts=parts, working=working, input=layer_input(model, shape), products=products)
 
 
 def layer_input(model: ModelSpec, shape: Shape) -> float:
     """Bytes of one layer input: what full recompute keeps."""
     return float(BF16 * model.hidden * shape.split_tokens)
+
+
+def weight_sizes(model: ModelSpec, layer: Layer, tp: int, etp: int) -> set[int]:
+    """Elements of the distinct weight matrices of a layer on one rank."""
+    hidden, sizes = model.hidden, set()
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, Attention):
+        sizes |= {hidden * (mixer.q_width // tp + mixer.kv_width // min(tp, mixer.kv_heads)), hidden * mixer.heads * mixer.v_dim // tp}
+    elif isinstance(mixer, Mla):
+        sizes |= {(mixer.q_lora or hidden) * mixer.heads * mixer.head_dim // tp, hidden * mixer.heads * mixer.v_dim // tp}
+        sizes |= {mixer.kv_lora * mixer.heads * (mixer.nope_dim + mixer.v_dim) // tp, hidden * (mixer.kv_lora + mixer.rope_dim)}
+    elif isinstance(mixer, (Mamba2, DeltaNet)):
+        sizes |= {hidden * mixer.in_width // tp}
+    if isinstance(mlp, Mlp):
+        sizes |= {hidden * mlp.ffn * (2 if mlp.gated else 1) // tp, hidden * mlp.ffn // tp}
+    elif isinstance(mlp, Moe):
+        width = mlp.latent or hidden
+        sizes |= {width * mlp.ffn * (2 if mlp.gated else 1) // etp, width * mlp.ffn // etp, hidden * mlp.shared_ffn // tp}
+    return sizes

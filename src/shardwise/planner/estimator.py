@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.planner import comm, memory, step_time
-from shardwise.planner.activations import Saved, layer_input, saved_by_layer
+from shardwise.planner.activations import Saved, layer_input, saved_by_layer, weight_sizes
 from shardwise.planner.kernels import Work
 from shardwise.planner.layer_work import LayerWork, Shape, embedding_work, head_work, layer_work, shape_of
 from shardwise.planner.memory import CONTEXT, FSDP, GIB, MemoryEstimate
@@ -32,6 +32,7 @@ RECOMPUTED_WORK = {
     "moe": ("router", "moe_permute", "moe", "moe_act", "latent", "shared_experts"),
     "shared_experts": ("shared_experts",),
     "mla_up_proj": ("mla_up_proj",),
+    "op": ("layernorm", "residual", "rope", "mlp_act", "moe_act", "moe_permute", "half_products"),
 }
 
 
@@ -94,6 +95,7 @@ class Estimator:
             layout.precision,
             layout.attention,
             layout.capacity_factor,
+            layout.dispatcher,
         )
 
     def _shape(self, layout: Layout) -> Shape:
@@ -128,7 +130,6 @@ class Estimator:
             recompute.granularity,
             recompute.modules,
             layout.cp_comm,
-            layout.dispatcher,
             layout.overlap_tp,
             layout.overlap_moe,
             layout.peft,
@@ -275,7 +276,7 @@ class Estimator:
                 saved_bytes += 2 * whole_input
                 depth = 1 + sum(count for _, count in chunk.mtp)
                 vocab = model.padded_vocab(layout.tp) / layout.tp
-                loss = memory.loss_bytes(layout, shape.tokens, vocab)
+                loss = memory.loss_bytes(layout, shape.tokens, vocab, self.stack.logit_bytes)
                 saved_bytes += (depth - 1) * (4 * whole_input + 2.0 * shape.tokens * vocab)
             activations += saved_bytes * flight
         terms["activations"] = activations
@@ -286,8 +287,17 @@ class Estimator:
             ends = sum(chunk.embedding * model.embedding_params_on_rank(layout.tp) for chunk in chunks)
             ends += sum(chunk.head * (not (model.tied and chunk.embedding)) * model.head_params_on_rank(layout.tp) for chunk in chunks)
             terms["gathered"] = 2.0 * 2 * largest.total + 2.0 * ends + 6.0 * largest.total
+        elif self.stack.weight_gradients and layout.peft is None:
+            terms["weight_gradient_buffers"] = 2.0 * self._weight_shapes(layout, chunks)
         terms["framework"] = self.stack.workspace
         return terms
+
+    def _weight_shapes(self, layout: Layout, chunks: tuple[Chunk, ...]) -> float:
+        """Elements of the distinct weight shapes of a rank's layers (one expert stands for all)."""
+        sizes: set[int] = set()
+        for kind in {kind for chunk in chunks for kind, _ in (*chunk.layers, *chunk.mtp)}:
+            sizes.update(weight_sizes(self.model, self.model.kinds[kind], layout.tp, layout.etp))
+        return float(sum(sizes))
 
     # time -------------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Shape:
     precision: str
     fused_attention: bool
     capacity: float | None
+    dispatcher: str
     processors: int
 
     @property
@@ -106,6 +107,7 @@ def shape_of(layout: Layout, seq_len: int, processors: int) -> Shape:
         precision=layout.precision,
         fused_attention=layout.attention == "flash",
         capacity=layout.capacity_factor,
+        dispatcher=layout.dispatcher,
         processors=processors,
     )
 

@@ -14,12 +14,13 @@ from functools import lru_cache
 
 from shardwise.planner.activations import Saved
 from shardwise.spec.layout import DTYPE_BYTES, Layout
+from shardwise.spec.schedules import actions, peak_held
 
 GIB = 2**30
 CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocator
 FSDP = ("fsdp2", "megatron_fsdp")
-# Bytes per logit at the peak of the loss: bf16 logits, an fp32 copy, and the fp32 softmax that becomes the gradient.
-LOSS_BYTES = {"unfused": 10.0, "fused": 4.0, "chunked": 1.0}
+# Bytes per logit at the peak of a fused loss (gradient written over the logits) and of one computed in chunks.
+FUSED_LOSS, CHUNKED_LOSS = 4.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +41,29 @@ class MemoryEstimate:
 
 @lru_cache(maxsize=1 << 12)
 def in_flight(schedule: str, pp: int, vpp: int, group: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro batches whose activations each pipeline rank keeps at its peak, per virtual stage it runs."""
-    counts = []
-    for rank in range(pp):
-        if vpp == 1:
-            match schedule:
-                case "gpipe":
-                    kept = microbatches
-                case "zb-h2":
-                    kept = min(microbatches, 2 * (pp - rank) - 1)
-                case "dualpipe":
-                    kept = min(microbatches, pp + 1)
-                case _:
-                    kept = min(microbatches, pp - rank)
-            counts.append((kept,))
-            continue
-        if schedule in ("zbv", "dualpipev"):
-            counts.append((min(microbatches, pp),) * vpp)
-            continue
-        total = min(microbatches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * group + 1)
-        chunks = [0] * vpp
-        for k in range(total):
-            chunks[k % (group * vpp) // group] += 1
-        counts.append(tuple(min(kept, microbatches) for kept in chunks))
-    return tuple(counts)
+    """Micro batches whose activations each pipeline rank keeps at its peak, per virtual stage it runs.
+
+    1F1B and GPipe in closed form (equal to their action lists), other schedules from the action lists.
+    """
+    if schedule in ("1f1b", "gpipe"):
+        return tuple(_one_f_one_b(rank, pp, vpp, group, microbatches, schedule == "gpipe") for rank in range(pp))
+    capped = min(microbatches, 4 * pp)  # steady state
+    layout = Layout(pp=pp, vpp=vpp, schedule=schedule, gbs=capped)  # type: ignore[arg-type]
+    held = [peak_held(each, [1.0] * layout.stages) for each in actions(layout)]
+    chunks = 2 if schedule in ("zbv", "dualpipev", "dualpipe") else 1
+    return tuple((min(microbatches, -(-round(kept) // chunks)),) * chunks for kept in held)
+
+
+def _one_f_one_b(rank: int, pp: int, vpp: int, group: int, microbatches: int, gpipe: bool) -> tuple[int, ...]:
+    if gpipe:
+        return (microbatches,) * vpp
+    if vpp == 1:
+        return (min(microbatches, pp - rank),)
+    total = min(microbatches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * group + 1)
+    chunks = [0] * vpp
+    for k in range(total):
+        chunks[k % (group * vpp) // group] += 1
+    return tuple(min(kept, microbatches) for kept in chunks)
 
 
 def state_terms(layout: Layout, dense: float, expert: float, *, frozen: float = 0.0) -> dict[str, float]:
@@ -100,6 +100,7 @@ def activation_bytes(layout: Layout, saved: Saved, whole_input: float) -> float:
     return saved.total
 
 
-def loss_bytes(layout: Layout, tokens: float, vocab_share: float) -> float:
-    """Peak of the logits and their loss on the last stage."""
-    return LOSS_BYTES[layout.cross_entropy] * tokens * vocab_share
+def loss_bytes(layout: Layout, tokens: float, vocab_share: float, unfused: float) -> float:
+    """Peak of the logits and their loss on the last stage; ``unfused`` is the framework's bytes per logit without fusion."""
+    per_logit = {"fused": FUSED_LOSS, "chunked": CHUNKED_LOSS}.get(layout.cross_entropy, unfused)
+    return per_logit * tokens * vocab_share

@@ -32,6 +32,8 @@ class Profile:
     speed: multiplies the rate of kernels. launch: host seconds per kernel. step: host seconds per step (data, logging,
     gradient norm). moe: multiplies the rate of expert kernels and dispatch. fragmentation: reserved over allocated memory.
     workspace: bytes the framework keeps besides the model (cuBLAS, Transformer Engine, user buffers).
+    logit_bytes: bytes per logit at the peak of an unfused loss. weight_gradients: 1 if weight gradients are accumulated by the
+    matrix product kernels, which then keep one unused bf16 gradient per distinct weight shape (Transformer Engine).
     """
 
     name: str
@@ -41,6 +43,8 @@ class Profile:
     moe: float
     fragmentation: float
     workspace: float
+    logit_bytes: float
+    weight_gradients: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,8 @@ def profile(name: str = DEFAULT_PROFILE, data: Mapping[str, Table] | None = None
         moe=entry["moe"],
         fragmentation=entry["fragmentation"],
         workspace=entry["workspace_gib"] * 2**30,
+        logit_bytes=entry["logit_bytes"],
+        weight_gradients=entry["weight_gradients"],
     )
 
 
