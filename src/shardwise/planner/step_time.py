@@ -69,7 +69,7 @@ def _ep_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> f
         return 0.0
     reached = None
     if layout.dispatcher in ("deepep", "hybridep"):
-        inside, across = comm.placement(layout.ep, layout.etp, domain)
+        _, across = comm.placement(layout.ep, layout.etp, domain)
         reached = 1.0 if across == 1 else None
     seconds = 2 * comm.exchange_seconds(work.ep_bytes, layout.ep, layout.etp, domain, rates.links, reached=reached)
     if layout.etp > 1:

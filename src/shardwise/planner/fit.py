@@ -1,0 +1,253 @@
+"""Fits the efficiencies in ``data/efficiency.toml`` to published runs.
+
+    python -m shardwise.planner.fit RUNS.csv --write        refit and store
+    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the sources, judge on the rest
+
+Free are: per architecture and GPU type the share of peak that matrix products, expert products, attention and memory-bound kernels
+reach; per link its usable share; how much of each kind of communication stays exposed; per framework and release a speed factor, the
+host time per kernel and per step, and a factor for experts.  Everything is a logarithm with a normal prior, so a value moves away
+from its parent's (GPU to architecture, release to framework) only as far as the runs ask for it.  Least squares on
+``log(predicted / measured)`` with a soft-L1 loss, which outliers do not dominate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shardwise.planner.estimator import Estimator
+from shardwise.planner.rates import profile, rates
+from shardwise.planner.runs import Run, read_runs, read_table
+
+GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory")
+PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe")
+EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hidden")
+LOSS_SCALE = 0.08
+PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.2, "release": 0.1, "link": 0.3, "exposed": 0.4}
+WIDE = {"launch_us": 3.0, "step_ms": 3.0, "moe": 1.5}  # priors of these are wider by the factor
+
+Tables = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Free:
+    """One fitted number: where it is stored, its prior width, and which runs it can change."""
+
+    path: tuple[str, str, str]
+    width: float
+    applies: Callable[[Run], bool]
+
+
+class Problem:
+    """Residuals of a set of runs as a function of the fitted logarithms."""
+
+    def __init__(self, runs: Sequence[Run], start: Tables) -> None:
+        self.runs = [run for run in runs if run.seconds and run.comparable]
+        self.start = start
+        self.estimators = [Estimator(run.model, run.cluster, seq_len=run.seq_len, stack=profile("default", start)) for run in self.runs]
+        self.free = self._free()
+
+    def _free(self) -> list[Free]:
+        runs, free = self.runs, []
+        archs = sorted({run.cluster.gpu.arch for run in runs})
+        gpus = sorted({run.cluster.gpu.name for run in runs})
+        frameworks = sorted({run.profile.split("/")[0] for run in runs})
+        releases = sorted({run.profile for run in runs if "/" in run.profile})
+        for key in GPU_KEYS:
+            free.append(Free(path=("gpu", "default", key), width=PRIOR["root"], applies=lambda run: True))
+            for arch in archs:
+                free.append(Free(path=("gpu", arch, key), width=PRIOR["arch"], applies=lambda run, a=arch: run.cluster.gpu.arch == a))  # type: ignore[misc]
+            for name in gpus:
+                free.append(Free(path=("gpu", name, key), width=PRIOR["gpu"], applies=lambda run, n=name: run.cluster.gpu.name == n))  # type: ignore[misc]
+        for key in PROFILE_KEYS:
+            wide = WIDE.get(key, 1.0)
+            if key != "speed":
+                free.append(Free(path=("profile", "default", key), width=PRIOR["root"] * wide, applies=lambda run: True))
+            for name in frameworks:
+                free.append(
+                    Free(
+                        path=("profile", name, key),
+                        width=PRIOR["framework"] * wide,
+                        applies=lambda run, n=name: run.profile.split("/")[0] == n,
+                    )  # type: ignore[misc]
+                )
+            for name in releases:
+                free.append(Free(path=("profile", name, key), width=PRIOR["release"] * wide, applies=lambda run, n=name: run.profile == n))  # type: ignore[misc]
+        for name in sorted({run.cluster.inter.name for run in runs}):
+            free.append(
+                Free(path=("link", name, "efficiency"), width=PRIOR["link"], applies=lambda run, n=name: run.cluster.inter.name == n)
+            )  # type: ignore[misc]
+        free.append(Free(path=("common", "all", "near"), width=PRIOR["link"], applies=lambda run: True))
+        for key in EXPOSED_KEYS:
+            free.append(Free(path=("common", "exposed", key), width=PRIOR["exposed"], applies=lambda run: True))
+        return free
+
+    def tables(self, values: Sequence[float]) -> Tables:
+        """The efficiency tables these logarithms stand for; children store what their parents do not."""
+        tables = copy.deepcopy(self.start)
+        factor = {free.path: math.exp(value) for free, value in zip(self.free, values)}
+        result: Tables = {"gpu": {}, "profile": {}, "link": dict(tables["link"]), "common": copy.deepcopy(tables["common"])}
+        base = tables["gpu"]["default"]
+        archs = {run.cluster.gpu.name: run.cluster.gpu.arch for run in self.runs}
+        for key in GPU_KEYS:
+            root = base[key] * factor["gpu", "default", key]
+            result["gpu"].setdefault("default", {})[key] = root
+            for arch in set(archs.values()):
+                result["gpu"].setdefault(arch, {})[key] = root * factor["gpu", arch, key]
+            for name, arch in archs.items():
+                result["gpu"].setdefault(name, {})[key] = root * factor["gpu", arch, key] * factor["gpu", name, key]
+        for name, entry in tables["profile"].items():
+            result["profile"][name] = dict(entry)
+        for key in PROFILE_KEYS:
+            root = tables["profile"]["default"][key] * factor.get(("profile", "default", key), 1.0)
+            result["profile"]["default"][key] = root
+            for free in self.free:
+                kind, name, which = free.path
+                if kind != "profile" or which != key or name == "default":
+                    continue
+                parent = root if "/" not in name else root * factor["profile", name.split("/")[0], key]
+                result["profile"].setdefault(name, {})[key] = parent * factor[free.path]
+        for free in self.free:
+            kind, name, which = free.path
+            if kind == "link":
+                start = tables["link"].get(name, tables["link"]["default"])["efficiency"]
+                result["link"][name] = {which: min(1.0, start * factor[free.path])}
+            elif kind == "common":
+                ceiling = 1.0 if name == "all" else 1.2
+                result["common"][name][which] = min(ceiling, tables["common"][name][which] * factor[free.path])
+        return result
+
+    def error(self, index: int, tables: Tables) -> float:
+        """``log(predicted / measured)`` of one run."""
+        run, estimator = self.runs[index], self.estimators[index]
+        estimator.stack = profile(run.profile, tables)
+        precisions = {run.layout.precision}
+        estimator.reprice({name: rates(run.cluster, name, estimator.stack, tables) for name in precisions})
+        return math.log(estimator.step_time(run.layout).seconds / run.seconds)  # type: ignore[operator]
+
+    def errors(self, values: Sequence[float]) -> list[float]:
+        tables = self.tables(values)
+        return [self.error(index, tables) for index in range(len(self.runs))]
+
+
+def solve(problem: Problem, iterations: int = 12) -> list[float]:
+    """Gauss-Newton with priors and soft-L1 weights; derivatives only for the runs a number can change."""
+    import numpy as np
+
+    count = len(problem.free)
+    values = np.zeros(count)
+    widths = np.array([free.width for free in problem.free])
+    masks = [[index for index, run in enumerate(problem.runs) if free.applies(run)] for free in problem.free]
+    weights = _source_weights(problem.runs)
+    step = 1e-2
+    damping = 1.0
+
+    def objective(errors: Any, at: Any) -> float:
+        robust = 2 * LOSS_SCALE**2 * (np.sqrt(1 + (errors / LOSS_SCALE) ** 2) - 1)
+        return float((weights * robust).sum() / 0.05**2 + ((at / widths) ** 2).sum())
+
+    errors = np.array(problem.errors(values))
+    best = objective(errors, values)
+    for _ in range(iterations):
+        jacobian = np.zeros((len(problem.runs), count))
+        for column, mask in enumerate(masks):
+            shifted = values.copy()
+            shifted[column] += step
+            tables = problem.tables(shifted)
+            for index in mask:
+                jacobian[index, column] = (problem.error(index, tables) - errors[index]) / step
+        robust = weights / np.sqrt(1 + (errors / LOSS_SCALE) ** 2) / 0.05**2
+        normal = jacobian.T @ (jacobian * robust[:, None]) + np.diag(1 / widths**2)
+        gradient = jacobian.T @ (robust * errors) + values / widths**2
+        improved = False
+        while damping < 1e6:
+            move = np.linalg.solve(normal + np.diag(np.diag(normal)) * (damping - 1 if damping > 1 else 0), gradient)
+            move = np.clip(move, -0.5, 0.5)
+            trial = values - move
+            trial_errors = np.array(problem.errors(trial))
+            score = objective(trial_errors, trial)
+            if score < best:
+                improved = best - score > 1e-3 * best
+                values, errors, best = trial, trial_errors, score
+                damping = max(1.0, damping / 4)
+                break
+            damping *= 4
+        print(f"objective {best:.1f}, median |error| {np.median(np.abs(errors)):.4f}", flush=True)
+        if not improved:
+            break
+    return [float(value) for value in values]
+
+
+def _source_weights(runs: Sequence[Run]) -> Any:
+    """Runs of large sources count less, so that one source does not decide alone."""
+    import numpy as np
+
+    sizes: dict[str, int] = {}
+    for run in runs:
+        sizes[run.source] = sizes.get(run.source, 0) + 1
+    return np.array([max(1.0, 30 / sizes[run.source]) ** 0.5 if sizes[run.source] < 30 else 1.0 for run in runs])
+
+
+def start_tables() -> Tables:
+    """Starting values and what is not fitted."""
+    text = resources.files("shardwise.planner").joinpath("data", "efficiency_start.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def dump(tables: Tables) -> str:
+    """The tables as TOML."""
+    lines = ["# Written by `python -m shardwise.planner.fit`; starting values and fixed numbers are in efficiency_start.toml."]
+    for kind in ("gpu", "link", "common", "profile"):
+        for name, entry in tables[kind].items():
+            lines.append(f'\n[{kind}."{name}"]')
+            lines += [f"{key} = {value:.5g}" for key, value in entry.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Fit efficiencies to published runs.")
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--write", action="store_true", help="store the result in the package")
+    parser.add_argument("--cross", type=int, default=0, help="folds of sources for cross-validation")
+    parser.add_argument("--iterations", type=int, default=12)
+    options = parser.parse_args(arguments)
+    runs, _ = read_runs(read_table(options.table))
+    if options.cross:
+        cross_validate(runs, options.cross, options.iterations)
+        return
+    problem = Problem(runs, start_tables())
+    tables = problem.tables(solve(problem, options.iterations))
+    text = dump(tables)
+    if options.write:
+        Path(__file__).with_name("data").joinpath("efficiency.toml").write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+def cross_validate(runs: Sequence[Run], folds: int, iterations: int) -> None:
+    """Fit without every fold of sources in turn and print the errors on the sources left out."""
+    sources = sorted({run.source for run in runs if run.seconds and run.comparable})
+    for fold in range(folds):
+        held = set(sources[fold::folds])
+        problem = Problem([run for run in runs if run.source not in held], start_tables())
+        tables = problem.tables(solve(problem, iterations))
+        judged = Problem([run for run in runs if run.source in held], start_tables())
+        for source in sorted(held):
+            errors = sorted(abs(math.expm1(judged.error(index, tables))) for index, run in enumerate(judged.runs) if run.source == source)
+            if errors:
+                print(
+                    f"{source}: {len(errors)} rows, median {errors[len(errors) // 2]:.3f}, p90 {errors[int(0.9 * (len(errors) - 1))]:.3f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
