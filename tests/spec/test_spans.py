@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.spans import Window, as_spans, chunk_sizes, intersect, segments, spans_of, transfers
@@ -35,7 +35,6 @@ def test_chunk_sizes_are_those_of_torch_chunk(size, parts, expected):
     assert chunk_sizes(size, parts) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 12))
 def test_chunk_sizes_equal_torch_chunk_for_every_size(size, parts):
     cut = tuple(len(chunk) for chunk in torch.arange(size).chunk(parts))
@@ -53,7 +52,6 @@ def test_spans_of_and_intersect():
     assert intersect((0, 2), (5, 9)) == (5, 5)
 
 
-@settings(deadline=None)
 @given(windows, st.integers(0, 40))
 def test_window_output_size_counts_the_positions(window, n):
     padded = n + window.pad_before + window.pad_after
@@ -61,7 +59,6 @@ def test_window_output_size_counts_the_positions(window, n):
     assert window.output_size(n) == len(positions)
 
 
-@settings(deadline=None)
 @given(windows, span)
 def test_window_input_span_is_what_the_outputs_read(window, outputs):
     rows = {o * window.stride - window.pad_before + i * window.dilation for o in range(*outputs) for i in range(window.size)}
@@ -69,14 +66,12 @@ def test_window_input_span_is_what_the_outputs_read(window, outputs):
     assert (stop - start == 0) if not rows else ((start, stop) == (min(rows), max(rows) + 1))
 
 
-@settings(deadline=None)
 @given(windows, sizes)
 def test_every_output_has_one_owner_in_order(window, owned):
     spans = window.output_spans(owned)
     assert [row for start, stop in spans for row in range(start, stop)] == list(range(window.output_size(sum(owned))))
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 7), st.integers(1, 3), st.integers(0, 18))
 def test_stride_one_same_keeps_the_sizes(owned, size, dilation, before):
     total = dilation * (size - 1)
@@ -84,7 +79,6 @@ def test_stride_one_same_keeps_the_sizes(owned, size, dilation, before):
     assert [stop - start for start, stop in window.output_spans(owned)] == list(owned)
 
 
-@settings(deadline=None)
 @given(windows, sizes)
 def test_halos_are_half_a_window_on_either_side(window, owned):
     before = max(0, (window.reach - 1 + window.pad_before - window.pad_after) // 2)
@@ -126,7 +120,6 @@ def owned_and_wanted(draw):
     return owned, wanted
 
 
-@settings(deadline=None)
 @given(owned_and_wanted())
 def test_transfers_move_exactly_the_wanted_rows(case):
     owned, wanted = case
@@ -138,7 +131,6 @@ def test_transfers_move_exactly_the_wanted_rows(case):
             assert [row for start, stop in table.get((source, destination), ()) for row in range(start, stop)] == expected
 
 
-@settings(deadline=None)
 @given(owned_and_wanted())
 def test_segments_are_the_wanted_rows_with_their_owners(case):
     owned, wanted = case

@@ -2,7 +2,8 @@
 
 Bytes are those that leave this rank, exact for everything sent point to point (all-to-all, exchange, ring shift, uneven gathers), and
 those of a bandwidth-optimal algorithm for the rest: all-gather `(n - 1) * shard`, reduce-scatter `total - own shard`, all-reduce
-`2 * (n - 1) / n * size` (Thakur, Rabenseifner and Gropp 2005), broadcast `(n - 1) * size` at the source.
+`2 * (n - 1) / n * size` (Thakur, Rabenseifner and Gropp 2005; a floating maximum or minimum carries twice the size, to keep NaN),
+broadcast `(n - 1) * size` at the source.
 """
 
 from __future__ import annotations

@@ -54,8 +54,13 @@ class _Route(NamedTuple):
     result: tuple[tuple[str, int, int], ...]
 
 
-@lru_cache(maxsize=4096)
+@torch.compiler.assume_constant_result
 def _route(owned: tuple[Span, ...], wanted: tuple[Span | Spans, ...], me: int) -> _Route:
+    return _make_route(owned, wanted, me)
+
+
+@lru_cache(maxsize=4096)
+def _make_route(owned: tuple[Span, ...], wanted: tuple[Span | Spans, ...], me: int) -> _Route:
     if len(owned) != len(wanted):
         raise ValueError(f"exchange: {len(owned)} ranks own rows and {len(wanted)} want some: give one entry per rank of the group")
     table = transfers(owned, wanted)

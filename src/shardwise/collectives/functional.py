@@ -125,7 +125,7 @@ def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> PendingSum:
     _check_op(x, "sum")
     if not x.is_contiguous():
         raise ValueError(f"start_all_reduce works in place on contiguous tensors, got strides {x.stride()} for shape {tuple(x.shape)}")
-    record("all_reduce", group, _all_reduce_bytes(x, group.size()))
+    record("all_reduce", group, 2 * (group.size() - 1) * x.numel() * x.element_size() // group.size())
     wire = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return PendingSum(x, dist.all_reduce(wire, group=group, async_op=True))
 
@@ -268,10 +268,6 @@ def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist
     return _from_wire(own, x).view(_resized(x, dim, sizes[me]))
 
 
-def _all_reduce_bytes(x: torch.Tensor, ranks: int) -> int:
-    return 2 * (ranks - 1) * x.numel() * x.element_size() // ranks
-
-
 def _check_op(x: torch.Tensor, op: Op) -> None:
     if op == "sum" and x.dtype == torch.bool:
         raise TypeError("a sum of bool over ranks has no bool result: convert to an integer dtype, or use op='max' for 'any'")
@@ -285,11 +281,16 @@ def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: Op) -> torch.Tens
     _check_op(x, op)
     if x.numel() == 0:
         return x.clone()
-    record("all_reduce", group, _all_reduce_bytes(x, group.size()))
+    wire = x
     if x.is_complex():
         wire = torch.view_as_real(x.resolve_conj())
-    else:
-        wire = x.to(torch.uint8) if x.dtype == torch.bool else x
+    elif x.dtype == torch.bool:
+        wire = x.to(torch.uint8)
+    elif op in ("max", "min") and x.is_floating_point():
+        # backends drop NaN, torch keeps it: a second plane says where one is
+        missing = x.isnan()
+        wire = torch.stack((x.masked_fill(missing, 0), missing.to(x.dtype) * (1 if op == "max" else -1)))
+    record("all_reduce", group, 2 * (group.size() - 1) * wire.numel() * wire.element_size() // group.size())
     # gloo has no average for every dtype: sum, then divide
     name = "sum" if op == "avg" else op
     result = _c10d.wait_tensor.default(_c10d.all_reduce.default(wire.contiguous(), name, group.group_name))
@@ -297,7 +298,9 @@ def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: Op) -> torch.Tens
         result = result / group.size()
     if x.is_complex():
         return torch.view_as_complex(result)
-    return result.to(torch.bool) if x.dtype == torch.bool else result
+    if wire.ndim > x.ndim:  # the second plane
+        return result[0].masked_fill(result[1] != 0, math.nan)
+    return result.to(x.dtype)
 
 
 def _all_to_all(
