@@ -54,7 +54,7 @@ class Scoring:
         if self.segments is not None and keys.segments is not None:
             allowed.append((self.segments[:, rows, None] == keys.segments[:, None, columns])[:, None])
         if self.bias is not None:
-            bias.append(_as_4d(self.bias(query_at, key_at)))
+            bias.append(as_4d(self.bias(query_at, key_at)))
         dtype = accumulation_dtype(keys.k.dtype)
         return Terms(
             scale=self.scale,
@@ -85,7 +85,7 @@ def _mask_part(mask: Tensor, rows: slice, key_at: Tensor) -> Tensor:
     return part.index_select(3, key_at)
 
 
-def _as_4d(x: Tensor) -> Tensor:
+def as_4d(x: Tensor) -> Tensor:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -98,6 +98,8 @@ def _combined(parts: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) 
 
 def _rectangles(block: Block, scoring: Scoring, q: Tensor, keys: KeyBlock) -> Iterator[Tile]:
     """The tiles of a block, cut by rows where a call would hold too many elements; a triangle that meets other masks becomes a mask."""
+    if q.shape[0] * q.shape[1] == 0:
+        return
     by_elements = scoring.dense or choose_kernel(q, keys.k, keys.v, Terms(scale=scoring.scale)) is MATH
     for tile in block.tiles:
         (first, stop), (first_key, stop_key) = tile.queries, tile.keys

@@ -37,7 +37,7 @@ def checked_order(name: str, order: Order | None, ranks: int, whole: int) -> tup
     return spans
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, kv_spans: Spans) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, kv_spans: Spans, enable_gqa: bool) -> None:
     """Shapes of queries, keys and values against each other and against the rows of this rank."""
     problems = []
     if not (q.ndim == k.ndim == v.ndim == 4):
@@ -52,8 +52,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, kv_spans: Spa
         problems.append(f"q is {q.shape[3]} wide and k {k.shape[3]}")
     if q.shape[0] != k.shape[0]:
         problems.append(f"q has batch {q.shape[0]} and k {k.shape[0]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] % max(k.shape[1], 1) or (q.shape[1] and not k.shape[1]):
         problems.append(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+    elif q.shape[1] != k.shape[1] and not enable_gqa:
+        problems.append(f"{q.shape[1]} query heads meet {k.shape[1]} key heads and enable_gqa is False")
     if q.shape[2] != rows_in(q_spans):
         problems.append(f"q has {q.shape[2]} rows and its spans {q_spans} hold {rows_in(q_spans)}")
     if k.shape[2] != rows_in(kv_spans):

@@ -44,11 +44,13 @@ def ring_attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     dropout_offset: tuple[int, int] = (0, 0),
+    enable_gqa: bool = True,
 ) -> Tensor:
     """Scaled dot-product attention of local queries over the keys of all ranks; equal to attention over the whole sequence.
 
     q: [B, Hq, R, D], the local rows of the queries. k: [B, Hkv, C, D] and v: [B, Hkv, C, Dv], the local rows of keys and values; Hq is a
-    multiple of Hkv. Returns [B, Hq, R, Dv] in q's dtype; float16 and bfloat16 are accumulated in float32. Rows that see no key are 0.
+    multiple of Hkv, and equal to it without enable_gqa. Returns [B, Hq, R, Dv] in q's dtype; float16 and bfloat16 are accumulated in
+    float32. Rows that see no key are 0.
 
     q_spans, kv_spans: for every rank of the group the span, or tuple of spans, of global positions its rows hold, in row order; uneven
     and empty is allowed, and queries and keys may be split differently. None: that side is whole on every rank. Gradients of a whole
@@ -75,7 +77,7 @@ def ring_attention(
     queries = checked_order("q_spans", q_spans, ranks, q.shape[2])
     keys = checked_order("kv_spans", kv_spans, ranks, k.shape[2])
     q_here, kv_here = queries[rank if len(queries) > 1 else 0], keys[rank if len(keys) > 1 else 0]
-    check_tensors(q, k, v, q_here, kv_here)
+    check_tensors(q, k, v, q_here, kv_here, enable_gqa)
     mask = checked_mask(mask, q, sum(map(rows_in, keys)))
     check_segments(q_segments, kv_segments, q, k)
     check_dropout(dropout_p, dropout_seed)

@@ -24,6 +24,11 @@ def contiguous_order(sizes: Iterable[int]) -> tuple[Spans, ...]:
     return tuple((span,) for span in spans_of(sizes))
 
 
+def even_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `parts` consecutive parts of `size` that differ by at most one: 10 in 4 are 2, 3, 2, 3."""
+    return tuple(size * (part + 1) // parts - size * part // parts for part in range(parts))
+
+
 def zigzag_order(documents: int | Sequence[int], ranks: int) -> tuple[Spans, ...]:
     """The balanced order for causal attention: a document is cut into `2 * ranks` pieces, rank r holds pieces r and `2 * ranks - 1 - r`.
 
@@ -36,9 +41,9 @@ def zigzag_order(documents: int | Sequence[int], ranks: int) -> tuple[Spans, ...
     order: list[list[Span]] = [[] for _ in range(ranks)]
     parts = 2 * ranks
     for first, stop in spans_of(lengths):
-        cuts = [first + (stop - first) * part // parts for part in range(parts + 1)]
+        pieces = spans_of(even_sizes(stop - first, parts))
         for rank in range(ranks):
-            order[rank] += [(cuts[rank], cuts[rank + 1]), (cuts[parts - 1 - rank], cuts[parts - rank])]
+            order[rank] += [(first + a, first + b) for a, b in (pieces[rank], pieces[parts - 1 - rank])]
     return tuple(_joined(spans) for spans in order)
 
 

@@ -1,0 +1,99 @@
+"""Split attention equals attention over the whole sequence, output and all gradients, in float64 to 1e-10: 520 random configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.attention.cases import random_case
+from tests.attention.compare import check_case
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise.attention import ring_attention, ring_ulysses_attention, ulysses_attention
+from shardwise.testing import World, ranks
+
+
+def _check_ring(world: World, seeds: range) -> None:
+    group = dist.group.WORLD
+    for seed in seeds:
+        check_case(random_case(seed, world.size), world.rank, partial(ring_attention, group=group), group)
+
+
+@ranks(2)
+def test_ring_on_2_ranks(world: World) -> None:
+    _check_ring(world, range(120))
+
+
+@ranks(3)
+def test_ring_on_3_ranks(world: World) -> None:
+    _check_ring(world, range(120))
+
+
+@ranks(4)
+def test_ring_on_4_ranks(world: World) -> None:
+    _check_ring(world, range(120))
+
+
+@ranks(8)
+def test_ring_on_8_ranks(world: World) -> None:
+    _check_ring(world, range(20))
+
+
+@pytest.fixture
+def math_only() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.mark.usefixtures("math_only")
+@ranks(3)
+def test_ring_with_the_math_kernel(world: World) -> None:
+    _check_ring(world, range(200, 220))
+
+
+def _check_ulysses(world: World, seeds: range) -> None:
+    group = dist.group.WORLD
+    for seed in seeds:
+        case = random_case(seed, world.size)
+        if case.q_order is not None:
+            check_case(case, world.rank, partial(ulysses_attention, group=group), group)
+
+
+@ranks(3)
+def test_ulysses_on_3_ranks(world: World) -> None:
+    _check_ulysses(world, range(300, 360))
+
+
+@ranks(4)
+def test_ulysses_on_4_ranks(world: World) -> None:
+    _check_ulysses(world, range(300, 360))
+
+
+def _check_ring_ulysses(world: World, seeds: range) -> None:
+    ring, ulysses = world.mesh.get_group("ring"), world.mesh.get_group("ulysses")
+    across = ulysses.size()
+
+    def attend(*qkv: Tensor, q_spans: Any, kv_spans: Any, **options: Any) -> Tensor:
+        grids = [
+            None if spans is None else [spans[at : at + across] for at in range(0, len(spans), across)] for spans in (q_spans, kv_spans)
+        ]
+        return ring_ulysses_attention(*qkv, q_spans=grids[0], kv_spans=grids[1], ring_group=ring, ulysses_group=ulysses, **options)
+
+    for seed in seeds:
+        case = random_case(seed, world.size)
+        if case.q_order is not None:
+            check_case(case, world.rank, attend, dist.group.WORLD)
+
+
+@ranks(4, mesh={"ring": 2, "ulysses": 2})
+def test_ring_of_2_with_ulysses_of_2(world: World) -> None:
+    _check_ring_ulysses(world, range(400, 450))
+
+
+@ranks(6, mesh={"ring": 2, "ulysses": 3})
+def test_ring_of_2_with_ulysses_of_3(world: World) -> None:
+    _check_ring_ulysses(world, range(400, 430))
