@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -129,10 +130,39 @@ def call_function(func: Callable, types, args: tuple, kwargs: dict):
         handler = named_functions.get(str(func)) or named_functions.get(f"{func}.default")
         if handler is not None:
             return handler(func, types, args, kwargs)
-    if (torch.is_grad_enabled() or settings.promotion != "silent") and func not in IDENTITY_FUNCTIONS:
-        args, kwargs = promote_operands(func, args, kwargs)
+    if func not in IDENTITY_FUNCTIONS:
+        if type(func) is FunctionType:
+            body = _python_bodies.get(func) or _python_body(func)
+            if body is not func:
+                return body(*args, **kwargs)
+        if torch.is_grad_enabled() or settings.promotion != "silent":
+            args, kwargs = promote_operands(func, args, kwargs)
     with _NoTorchFunction():
         return func(*args, **kwargs)
+
+
+_python_bodies: dict[Callable, Callable] = {}
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _python_body(func: FunctionType) -> Callable:
+    """`func` without its own look for overrides; what it calls keeps theirs.
+
+    A function written in Python (`F.multi_head_attention_forward`) asks `has_torch_function` first and would come straight
+    back here. Its body, run with that question answered no, reaches the handlers of the functions it is made of.
+    """
+    body: Callable = func
+    # Methods of Tensor written in Python call the C method of the same name, which would come back here as well.
+    if func.__module__ != "torch._tensor" and any(name in func.__code__.co_names for name in _CHECKS):
+        names = {**func.__globals__, **dict.fromkeys(_CHECKS, _no_override)}
+        body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        body.__kwdefaults__ = func.__kwdefaults__
+    _python_bodies[func] = body
+    return body
+
+
+def _no_override(*args) -> bool:
+    return False
 
 
 def promote_operands(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -196,6 +196,37 @@ class ShardTensor(torch.Tensor):
                 raise RuntimeError(f"redistribute from {before} to {after}: a tensor cannot be made a pending sum")
         return redistribute(self, self._spec.with_placements(placements))
 
+    # ------------------------------------------------------------------ operators
+    # Defined here because those of torch.Tensor turn a TypeError from inside into "unsupported operand".
+
+    def __add__(self, other):
+        return torch.add(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return torch.sub(self, other)
+
+    def __rsub__(self, other):
+        return torch.sub(other, self) if isinstance(other, Tensor) else torch.rsub(self, other)
+
+    def __mul__(self, other):
+        return torch.mul(self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return torch.div(self, other)
+
+    def __rtruediv__(self, other):
+        return torch.div(other, self) if isinstance(other, Tensor) else torch.mul(torch.reciprocal(self), other)
+
+    def __matmul__(self, other):
+        return torch.matmul(self, other)
+
+    def __rmatmul__(self, other):
+        return torch.matmul(other, self)
+
     # ------------------------------------------------------------------ protocols
 
     def __repr__(self, *, tensor_contents=None) -> str:
