@@ -190,12 +190,17 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result, t
 CPU_FLASH = Kernel(name="flash", forward=_cpu_forward, backward=_cpu_backward)
 
 
+@torch.compiler.assume_constant_result
+def _flash_allowed() -> bool:
+    return torch.backends.cuda.flash_sdp_enabled()
+
+
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Kernel:
     """The fastest kernel that is exact for this rectangle; `torch.nn.attention.sdpa_kernel` narrows the choice."""
     if terms.bias is not None or terms.keep is not None:
         return MATH
     if q.device.type == "cpu":
-        return CPU_FLASH if torch.backends.cuda.flash_sdp_enabled() else MATH
+        return CPU_FLASH if _flash_allowed() else MATH
     if q.device.type == "cuda":
         from shardwise.attention.cuda_kernels import choose_cuda_kernel
 

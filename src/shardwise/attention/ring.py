@@ -85,9 +85,9 @@ def ring_attention(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     band = Band.of(causal=causal, window=window)
     if len(queries) == len(keys):
-        steps = ring_steps(queries, keys, band, rank)
+        steps = _steps(queries, keys, (band.left, band.right), rank)
     else:
-        steps = ring_steps((q_here,), (kv_here,), band, 0)
+        steps = _steps((q_here,), (kv_here,), (band.left, band.right), 0)
     dropout = None
     if dropout_p > 0.0 and dropout_seed is not None:
         dropout = Dropout(p=dropout_p, seed=dropout_seed, batch=dropout_offset[0], head=dropout_offset[1])
@@ -102,6 +102,11 @@ def ring_attention(
         merge=len(queries) < len(keys),
     )
     return _RingAttention.apply(q, k, v, mask, q_segments, kv_segments, plan)
+
+
+@torch.compiler.assume_constant_result
+def _steps(queries: tuple[Spans, ...], keys: tuple[Spans, ...], band: tuple[int | None, int | None], rank: int) -> tuple[RingStep, ...]:
+    return ring_steps(queries, keys, Band(left=band[0], right=band[1]), rank)
 
 
 def alibi(slopes: Tensor) -> Bias:

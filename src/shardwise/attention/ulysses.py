@@ -17,7 +17,7 @@ from shardwise.attention.inputs import Order, check_segments, check_tensors, che
 from shardwise.attention.ring import ring_attention
 from shardwise.collectives.functional import all_gather, all_reduce, all_to_all
 from shardwise.errors import InputError
-from shardwise.spec.sequence import even_sizes, order_indices, rows_in
+from shardwise.spec.sequence import even_sizes, rows_in
 from shardwise.spec.spans import Span, Spans, spans_of
 
 
@@ -184,30 +184,32 @@ class _Rows:
     def __init__(self, spans: tuple[Spans, ...], group: dist.ProcessGroup) -> None:
         self.group = group
         self.sizes = tuple(rows_in(entry) for entry in spans)
-        positions = order_indices(spans)
-        self._ascending = sorted(range(len(positions)), key=positions.__getitem__)
+        held = [span for entry in spans for span in entry if span[1] > span[0]]
+        by_position = sorted(range(len(held)), key=held.__getitem__)
+        lengths = [stop - start for start, stop in held]
+        rows = spans_of(lengths)
+        self._ascending = [rows[i] for i in by_position]
+        places = dict(zip(by_position, spans_of(lengths[i] for i in by_position), strict=True))
+        self._as_held = [places[i] for i in range(len(held))]
 
     def collect(self, x: Tensor, head_sizes: Sequence[int]) -> Tensor:
         """[B, all heads, local rows, X] to [B, own heads, all rows by position, X]."""
-        return self._by_position(all_to_all(x, head_sizes, self.sizes, 1, self.group, 2), 2)
+        return _reordered(all_to_all(x, head_sizes, self.sizes, 1, self.group, 2), self._ascending, 2)
 
     def hand_back(self, x: Tensor, head_sizes: Sequence[int]) -> Tensor:
         """[B, own heads, all rows by position, X] to [B, all heads, local rows, X]."""
-        back = sorted(range(len(self._ascending)), key=self._ascending.__getitem__)
-        return all_to_all(_picked(x, back, 2), self.sizes, head_sizes, 2, self.group, 1)
+        return all_to_all(_reordered(x, self._as_held, 2), self.sizes, head_sizes, 2, self.group, 1)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All rows by position, of a tensor without heads to exchange."""
-        return self._by_position(all_gather(x, dim, self.sizes, self.group), dim)
-
-    def _by_position(self, x: Tensor, dim: int) -> Tensor:
-        return _picked(x, self._ascending, dim)
+        return _reordered(all_gather(x, dim, self.sizes, self.group), self._ascending, dim)
 
 
-def _picked(x: Tensor, index: list[int], dim: int) -> Tensor:
-    if index == list(range(len(index))):
+def _reordered(x: Tensor, rows: list[Span], dim: int) -> Tensor:
+    """The runs of rows of `dim` in this order."""
+    if rows == sorted(rows):
         return x
-    return x.index_select(dim, torch.tensor(index, device=x.device))
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in rows], dim)
 
 
 def _mask_here(mask: Tensor, rows: _Rows, heads: _Heads) -> Tensor:
