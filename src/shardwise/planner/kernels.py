@@ -11,9 +11,10 @@ Sources: NVIDIA, "Matrix Multiplication Background" (tile and wave quantisation)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 # (rows, columns, share of the peak a kernel with this output tile reaches); larger tiles reuse operands more.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.52))
@@ -21,41 +22,35 @@ K_RAMP = 192.0  # elements of the inner dimension spent filling and draining the
 FLASH_BACKWARD = 2.5  # flash attention recomputes the scores in backward
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """Work of a set of kernels on one rank.
 
     ``matmul`` and ``grouped`` are tile-padded FLOPs of dense and of per-expert (grouped) products that may run in the
     low precision of the run; ``wide`` those that stay in bf16 (output head, router); ``attention`` useful FLOPs of
-    fused attention; ``bytes`` what memory-bound kernels read and write; ``launches`` the number of kernels.
+    fused attention. Bytes read and written: ``stream`` by elementwise kernels and norms, ``permute`` by expert token
+    shuffles, ``quantise`` by casts to low precision, ``scan`` by state-space and delta-rule scans. ``launches`` counts kernels.
     """
 
     matmul: float = 0.0
     grouped: float = 0.0
     wide: float = 0.0
     attention: float = 0.0
-    bytes: float = 0.0
+    stream: float = 0.0
+    permute: float = 0.0
+    quantise: float = 0.0
+    scan: float = 0.0
     launches: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            matmul=self.matmul + other.matmul,
-            grouped=self.grouped + other.grouped,
-            wide=self.wide + other.wide,
-            attention=self.attention + other.attention,
-            bytes=self.bytes + other.bytes,
-            launches=self.launches + other.launches,
-        )
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        return Work(*(a + b * times for a, b in zip(self, other)))
 
-    def __mul__(self, times: float) -> Work:
-        return Work(
-            matmul=self.matmul * times,
-            grouped=self.grouped * times,
-            wide=self.wide * times,
-            attention=self.attention * times,
-            bytes=self.bytes * times,
-            launches=self.launches * times,
-        )
+
+def total(works: Iterable[Work]) -> Work:
+    """Sum of works."""
+    result = Work()
+    for work in works:
+        result = result.plus(work)
+    return result
 
 
 @lru_cache(maxsize=1 << 16)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from shardwise.planner.kernels import FLASH_BACKWARD, Work, grouped_flops, linear_work, matmul_flops
+from shardwise.planner.kernels import FLASH_BACKWARD, Work, grouped_flops, linear_work, matmul_flops, total
 from shardwise.spec.blocks import Attention, CompressedAttention, DeltaNet, Layer, LinearMixer, Mamba2, Mla, Mlp, Moe
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import ModelSpec
@@ -44,7 +44,7 @@ class Part:
 class LayerWork:
     """One layer on one rank.  Volumes are bytes per micro batch of the full (gathered or local) buffers.
 
-    ``tp_gathers`` counts gather-scatter pairs of ``tp_bytes``; ``ep_bytes`` is one dispatch (or combine) of this rank's
+    ``tp_bytes`` are gathered and scattered once per pass; ``ep_bytes`` is one dispatch (or combine) of this rank's
     tokens; ``etp_bytes`` the tokens gathered over the expert tensor group; ``cp_bytes`` keys and values of this rank.
     """
 
@@ -52,19 +52,20 @@ class LayerWork:
     tp_bytes: float
     tp_regathers: float
     ep_bytes: float
+    copies: int  # experts a token goes to
     etp_bytes: float
     cp_bytes: float
     cp_query_bytes: float
 
     def forward(self) -> Work:
-        return sum((part.forward for part in self.parts), Work())
+        return total(part.forward for part in self.parts)
 
     def backward(self) -> Work:
-        return sum((part.backward for part in self.parts), Work())
+        return total(part.backward for part in self.parts)
 
     def select(self, names: tuple[str, ...]) -> Work:
         """Forward work of the named parts (what recomputing them costs)."""
-        return sum((part.forward for part in self.parts if part.name in names), Work())
+        return total(part.forward for part in self.parts if part.name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +118,28 @@ def _linear(shape: Shape, tokens: int, inputs: int, outputs: int, *, launches: i
     quantise = QUANTISE_BYTES.get(shape.precision, 0.0)
     extra = 2 if quantise else 0
     return (
-        Work(matmul=forward, bytes=quantise * tokens * inputs, launches=launches + extra),
-        Work(matmul=backward, bytes=quantise * tokens * outputs, launches=2 * launches + extra),
+        Work(matmul=forward, quantise=quantise * tokens * inputs, launches=launches + extra),
+        Work(matmul=backward, quantise=quantise * tokens * outputs, launches=2 * launches + extra),
     )
 
 
 def _stream(elements: float, reads_and_writes: float, launches: int) -> tuple[Work, Work]:
     """Memory-bound op: forward passes over ``elements``, twice as much backward."""
     moved = BF16 * elements * reads_and_writes
-    return Work(bytes=moved, launches=launches), Work(bytes=2 * moved, launches=launches)
+    return Work(stream=moved, launches=launches), Work(stream=2 * moved, launches=1.5 * launches)
+
+
+def _shuffle(elements: float, reads_and_writes: float) -> tuple[Work, Work]:
+    """Gathering tokens by expert and back; the backward pass moves them the other way."""
+    moved = BF16 * elements * reads_and_writes
+    return Work(permute=moved, launches=16), Work(permute=moved, launches=16)
 
 
 def _part(name: str, *pairs: tuple[Work, Work]) -> Part:
     return Part(
         name=name,
-        forward=sum((pair[0] for pair in pairs), Work()),
-        backward=sum((pair[1] for pair in pairs), Work()),
+        forward=total(pair[0] for pair in pairs),
+        backward=total(pair[1] for pair in pairs),
     )
 
 
@@ -152,8 +159,8 @@ def _core_attention(shape: Shape, heads: int, head_dim: int, v_dim: int, window:
     rows = min(shape.seq, shape.tokens)
     flops = batch * (matmul_flops(rows, shape.seq, head_dim, shape.processors) + matmul_flops(rows, v_dim, shape.seq, shape.processors))
     scores = float(shape.tokens) * shape.seq * heads
-    forward = Work(wide=flops, bytes=BF16 * 6 * scores, launches=5)
-    return forward, Work(wide=2 * flops, bytes=BF16 * 7 * scores, launches=7)
+    forward = Work(wide=flops, stream=BF16 * 6 * scores, launches=5)
+    return forward, Work(wide=2 * flops, stream=BF16 * 7 * scores, launches=7)
 
 
 def _attention_parts(block: Attention | Mla | CompressedAttention, shape: Shape, hidden: int) -> list[Part]:
@@ -203,8 +210,8 @@ def _scan_parts(block: Mamba2 | DeltaNet, shape: Shape, hidden: int) -> list[Par
         per_token = 6.0 * chunk * (block.key_width + inner) + 6.0 * block.key_dim * inner
     flops = SCAN_COST * tokens * per_token / tp
     scan = (
-        Work(attention=flops, bytes=BF16 * SCAN_PASSES * tokens * inner / tp, launches=12),
-        Work(attention=2 * flops, bytes=2 * BF16 * SCAN_PASSES * tokens * inner / tp, launches=20),
+        Work(attention=flops, scan=BF16 * SCAN_PASSES * tokens * inner / tp, launches=12),
+        Work(attention=2 * flops, scan=2 * BF16 * SCAN_PASSES * tokens * inner / tp, launches=20),
     )
     conv = _stream(tokens * block.conv_width / tp, 4, 3)
     return [
@@ -234,18 +241,18 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
     fc1 = grouped_flops(received, width, up, experts, shape.processors)
     fc2 = grouped_flops(received, ffn, width, experts, shape.processors)
     quantise = QUANTISE_BYTES.get(shape.precision, 0.0)
-    launches = 4 if quantise else 2
+    launches = experts * (3 if quantise else 1)  # one product per expert behind the grouped call, two casts of its input
     grouped = (
-        Work(grouped=fc1[0] + fc2[0], bytes=quantise * received * (width + ffn), launches=launches),
-        Work(grouped=fc1[1] + fc2[1], bytes=quantise * received * (up + width), launches=2 * launches),
+        Work(grouped=fc1[0] + fc2[0], quantise=quantise * received * (width + ffn), launches=2 * launches),
+        Work(grouped=fc1[1] + fc2[1], quantise=quantise * received * (up + width), launches=4 * launches),
     )
     # Weights are read in full however few tokens an expert has; their gradients are read and written.
     weights = experts * (up + ffn) * width
-    weight_traffic = (Work(bytes=BF16 * weights), Work(bytes=3 * BF16 * weights))
+    weight_traffic = (Work(stream=BF16 * weights), Work(stream=3 * BF16 * weights))
     router = matmul_flops(routed, block.experts, hidden, shape.processors)
     parts = [
-        _part("router", (Work(wide=router, bytes=24.0 * routed * block.experts, launches=10), Work(wide=2 * router, launches=10))),
-        _part("moe_permute", _stream(copies * width, 4 if shape.ep * shape.etp > 1 else 3, 8)),
+        _part("router", (Work(wide=router, permute=24.0 * routed * block.experts, launches=14), Work(wide=2 * router, launches=14))),
+        _part("moe_permute", _shuffle(copies * width, 4 if shape.ep * shape.etp > 1 else 3)),
         _part("moe", grouped, weight_traffic),
         _part("moe_act", _stream(received * (up + ffn), 1, 1)),
     ]
@@ -255,7 +262,7 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
         gated = block.gated if block.shared_gated is None else block.shared_gated
         shared = Mlp(ffn=block.shared_ffn, gated=gated)
         work = _mlp_parts(shared, shape, hidden)
-        parts.append(Part(name="shared_experts", forward=work[0].forward + work[1].forward, backward=work[0].backward + work[1].backward))
+        parts.append(_part("shared_experts", *((part.forward, part.backward) for part in work)))
     return parts
 
 
@@ -301,6 +308,7 @@ def layer_work(model: ModelSpec, layer: Layer, shape: Shape) -> LayerWork:
         tp_bytes=tp_bytes,
         tp_regathers=regathers,
         ep_bytes=ep_bytes,
+        copies=mlp.top_k if isinstance(mlp, Moe) else 1,
         etp_bytes=etp_bytes,
         cp_bytes=cp_bytes,
         cp_query_bytes=cp_query,
@@ -313,7 +321,7 @@ def head_work(model: ModelSpec, shape: Shape, *, fused_loss: bool) -> tuple[Work
     forward, backward = linear_work(shape.tokens, model.hidden, vocab, shape.processors)
     passes = 6.0 if fused_loss else 24.0
     moved = passes * shape.tokens * vocab
-    return Work(wide=forward, bytes=moved, launches=6), Work(wide=backward, bytes=moved / 2, launches=6)
+    return Work(wide=forward, stream=moved, launches=6), Work(wide=backward, stream=moved / 2, launches=6)
 
 
 def embedding_work(model: ModelSpec, shape: Shape) -> tuple[Work, Work]:

@@ -30,7 +30,7 @@ class Profile:
     """A software stack.
 
     speed: multiplies the rate of kernels. launch: host seconds per kernel. step: host seconds per step (data, logging,
-    gradient norm). moe: multiplies the rate of expert kernels and dispatch. fragmentation: reserved over allocated memory.
+    gradient norm). moe: multiplies the rate of expert kernels and dispatch. attention: multiplies the rate of attention. fragmentation: reserved over allocated memory.
     workspace: bytes the framework keeps besides the model (cuBLAS, Transformer Engine, user buffers).
     logit_bytes: bytes per logit at the peak of an unfused loss. weight_gradients: 1 if weight gradients are accumulated by the
     matrix product kernels, which then keep one unused bf16 gradient per distinct weight shape (Transformer Engine).
@@ -41,6 +41,7 @@ class Profile:
     launch: float
     step: float
     moe: float
+    attention: float
     fragmentation: float
     workspace: float
     logit_bytes: float
@@ -56,6 +57,10 @@ class Rates:
     wide: float
     attention: float
     memory: float
+    permute: float
+    quantise: float
+    scan: float
+    moe: float
     launch: float
     step: float
     links: Links
@@ -101,6 +106,7 @@ def profile(name: str = DEFAULT_PROFILE, data: Mapping[str, Table] | None = None
         launch=entry["launch_us"] * 1e-6,
         step=entry["step_ms"] * 1e-3,
         moe=entry["moe"],
+        attention=entry["attention"],
         fragmentation=entry["fragmentation"],
         workspace=entry["workspace_gib"] * 2**30,
         logit_bytes=entry["logit_bytes"],
@@ -123,8 +129,12 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
         matmul=matmul,
         grouped=matmul * entry["grouped"] * stack.moe,
         wide=wide,
-        attention=(gpu.bf16_flops or gpu.peak("bf16")) * entry["attention"] * stack.speed,
+        attention=(gpu.bf16_flops or gpu.peak("bf16")) * entry["attention"] * stack.speed * stack.attention,
         memory=gpu.bandwidth * entry["memory"] * stack.speed,
+        permute=gpu.bandwidth * entry["permute"] * stack.moe * stack.speed,
+        quantise=gpu.bandwidth * entry["quantise"] * stack.speed,
+        scan=gpu.bandwidth * entry["scan"] * stack.speed,
+        moe=stack.moe,
         launch=stack.launch,
         step=stack.step,
         links=Links(near=near, far=far, near_latency=common["near_latency_us"] * 1e-6, far_latency=common["far_latency_us"] * 1e-6),

@@ -71,6 +71,7 @@ class Source:
     flops: str
     memory: str
     comparable: bool
+    heads: int | None
     layout: Mapping[str, Any]
 
 
@@ -124,6 +125,7 @@ def source_of(row: Row) -> Source:
             flops=entry["flops"],
             memory=entry["memory"],
             comparable=entry.get("comparable", True),
+            heads=entry.get("heads"),
             layout={**entry["layout"], **_recipe(source, row.get("model_name", ""))},
         )
     raise Inexpressible("no source entry matches")
@@ -329,7 +331,7 @@ def measured_seconds(row: Row, model: ModelSpec, source: Source, seq_len: int, g
 def run_from_row(row: Row) -> Run:
     """A row as a `Run`. Raises `Inexpressible` with the reason when it cannot be."""
     source = source_of(row)
-    model = model_from_row(row)
+    model = model_from_row(row if row.get("num_heads") or not source.heads else {**row, "num_heads": str(source.heads)})
     seq_len = required(row, "seq_len")
     layout = layout_from_row(row, model, source)
     cluster = cluster_from_row(row)

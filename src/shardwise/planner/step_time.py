@@ -50,7 +50,7 @@ def kernel_cost(work: Work, rates: Rates) -> Cost:
     matmul = work.matmul / rates.matmul + work.wide / rates.wide
     grouped = work.grouped / rates.grouped
     attention = work.attention / rates.attention
-    memory = work.bytes / rates.memory
+    memory = work.stream / rates.memory + work.permute / rates.permute + work.quantise / rates.quantise + work.scan / rates.scan
     host = max(0.0, work.launches * rates.launch - (matmul + grouped + attention + memory))
     return (matmul, grouped, attention, memory, host, 0.0, 0.0, 0.0, 0.0)
 
@@ -70,11 +70,11 @@ def _ep_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> f
     reached = None
     if layout.dispatcher in ("deepep", "hybridep"):
         _, across = comm.placement(layout.ep, layout.etp, domain)
-        reached = 1.0 if across == 1 else None
+        reached = across * (1 - (1 - 1 / across) ** work.copies) / work.copies if across > 1 else None
     seconds = 2 * comm.exchange_seconds(work.ep_bytes, layout.ep, layout.etp, domain, rates.links, reached=reached)
     if layout.etp > 1:
         seconds += 2 * comm.gather_seconds(work.etp_bytes, layout.etp, 1, domain, rates.links)
-    return seconds * (rates.exposed_ep_overlapped if layout.overlap_moe else rates.exposed_ep)
+    return seconds / rates.moe * (rates.exposed_ep_overlapped if layout.overlap_moe else rates.exposed_ep)
 
 
 def _cp_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates, attention: float, passes: float) -> float:
@@ -100,16 +100,11 @@ def layer_costs(
     forward = kernel_cost(work.forward(), rates)
     backward_work = work.backward()
     if frozen:
-        backward_work = Work(
-            matmul=backward_work.matmul / 2,
-            grouped=backward_work.grouped / 2,
-            wide=backward_work.wide / 2,
-            attention=backward_work.attention,
-            bytes=backward_work.bytes,
-            launches=backward_work.launches,
+        backward_work = backward_work._replace(
+            matmul=backward_work.matmul / 2, grouped=backward_work.grouped / 2, wide=backward_work.wide / 2
         )
     again = work.forward() if recomputed is None else work.select(recomputed)
-    backward = kernel_cost(backward_work + again, rates)
+    backward = kernel_cost(backward_work.plus(again), rates)
     tp = _tp_seconds(work, layout, domain, rates)
     ep = _ep_seconds(work, layout, domain, rates)
     whole = recomputed is None
