@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
+from typing import Any
 
 from shardwise.spec.blocks import Attention, CompressedAttention, Layer, Mla, Mlp, Moe, Params
 
@@ -126,6 +127,9 @@ class ModelSpec:
             if isinstance(layer.mlp, Moe):
                 idle += count * (layer.mlp.experts - layer.mlp.top_k) * layer.mlp.expert_params(self.hidden)
         return self.total_params - idle
+
+    def replace(self, **changes: Any) -> ModelSpec:
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
