@@ -1,4 +1,4 @@
-"""Settings of every test here: hypothesis draws the same examples each time and has no deadline, because two cores are shared by all ranks."""
+"""Settings of every test: hypothesis draws the same examples each time and has no deadline, because ranks share the cores."""
 
 from hypothesis import settings
 

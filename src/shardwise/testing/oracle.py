@@ -149,6 +149,8 @@ def _compare(
         our_outputs, their_outputs = _outputs(our_result), _outputs(their_result)
         if len(our_outputs) != len(their_outputs):
             raise AssertionError(f"{len(our_outputs)} output tensors, unsharded {len(their_outputs)}")
+        for number, (mine, other) in enumerate(zip(our_outputs, their_outputs)):
+            difference.add_metadata(f"output {number}", mine, other)
         whole = [full(output) for output in our_outputs]
         if output_check is None:
             for number, (mine, other) in enumerate(zip(whole, their_outputs)):
@@ -228,6 +230,15 @@ class _Difference:
     def __init__(self, *, rtol: float | None, atol: float | None, low: bool) -> None:
         self.rtol, self.atol, self.low = rtol, atol, low
         self.problems: list[str] = []
+
+    def add_metadata(self, name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+        """What a sharded result says of itself: its global shape and the shape of its shard."""
+        if isinstance(mine, ShardTensor):
+            if mine.shape != other.shape:
+                self.problems.append(f"{name}: says its shape is {tuple(mine.shape)}, unsharded {tuple(other.shape)}")
+            if mine._local_tensor.shape != mine._spec.local_shape:
+                have, want = tuple(mine._local_tensor.shape), mine._spec.local_shape
+                self.problems.append(f"{name}: the shard is {have}, its spec says {want}")
 
     def add(self, name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
         mine, other = mine.detach(), other.detach()

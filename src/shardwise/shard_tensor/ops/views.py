@@ -51,7 +51,7 @@ def view_dtype(op, args, kwargs):
     if dtype.itemsize != spec.dtype.itemsize and spec.sizes[-1] is not None:
         spec = spec.replicate(spec.mesh_dims_of(spec.ndim - 1))
     local = redistribute_local(x._local_tensor, x._spec, spec).view(dtype)
-    shape = (*spec.shape[:-1], local.shape[-1]) if spec.ndim else ()
+    shape = (*spec.shape[:-1], spec.shape[-1] * spec.dtype.itemsize // dtype.itemsize) if spec.ndim else ()
     return ShardTensor(local, spec.with_dims(shape, range(spec.ndim), dtype=dtype))
 
 
