@@ -17,25 +17,23 @@ from shardwise.collectives.exchange import exchange
 from shardwise.mesh.groups import axis_group, flat_group
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.spec.spans import Span, Spans, spans_of
-from shardwise.spec.windows import clipped, output_spans
+from shardwise.spec.windows import output_spans, split_border
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halo:
-    """One sharded dim: the rows that each block owns, reads and makes, in global rows. `reads` may go beyond the tensor."""
+    """One sharded dim: the rows that each block owns, reads and makes, in global rows.
+
+    `reads` is one span for each block, or several; rows beyond the tensor are filled.
+    """
 
     dim: int
     axes: tuple[int, ...]
     block: int
     size: int
     owned: Spans
-    reads: Spans
+    reads: tuple[Span | Spans, ...]
     makes: Spans
-
-    @property
-    def read(self) -> Span:
-        """What this rank reads."""
-        return self.reads[self.block]
 
     @property
     def made(self) -> Span:
@@ -47,17 +45,21 @@ class Halo:
         return tuple(stop - start for start, stop in self.makes)
 
 
-def make_halo(spec: ShardTensorSpec, dim: int, outputs: int, row_of: Callable[[int], int], reads: Callable[[Span], Span]) -> Halo:
-    """The halo of sharded dim `dim`: output `o` is made where input row `row_of(o)` lies; outputs `span` read rows `reads(span)`."""
+def make_halo(
+    spec: ShardTensorSpec, dim: int, outputs: int, row_of: Callable[[int], int], reads: Callable[[Span, Span], Span | Spans]
+) -> Halo:
+    """The halo of sharded dim `dim`: output `o` is made where input row `row_of(o)` lies; the owner of rows `owned` that makes
+    outputs `span` reads `reads(owned, span)`."""
     sizes = spec.sizes[dim]
     makes = output_spans(sizes, outputs, row_of)
+    owned = spans_of(sizes)
     return Halo(
         dim=dim,
         axes=spec.mesh_dims_of(dim),
         block=spec.block_index(dim, spec.coordinate),
         size=spec.shape[dim],
-        owned=spans_of(sizes),
-        reads=tuple(reads(span) if span[1] > span[0] else (0, 0) for span in makes),
+        owned=owned,
+        reads=tuple(reads(own, span) if span[1] > span[0] else (0, 0) for own, span in zip(owned, makes, strict=True)),
         makes=makes,
     )
 
@@ -75,12 +77,11 @@ def fetch(local: Tensor, spec: ShardTensorSpec, halos: Sequence[Halo], fill: flo
     borders = [0] * (2 * local.ndim)
     for index, halo in enumerate(halos):
         wanted = halo.reads
-        if index < len(halos) - 1:  # filled rows need not travel with the next dim
-            start, stop = halo.read
-            wanted = tuple(clipped(span, halo.size) for span in wanted)
-            inside = wanted[halo.block]
+        if index < len(halos) - 1:  # filled rows at the borders need not travel with the next dim
             at = 2 * (local.ndim - 1 - halo.dim)
-            borders[at : at + 2] = (inside[0] - start, stop - inside[1]) if inside[1] > inside[0] else (stop - start, 0)
+            before, _, after = split_border(wanted[halo.block], halo.size)
+            borders[at : at + 2] = before, after
+            wanted = tuple(split_border(reads, halo.size)[1] for reads in wanted)
         local = exchange(local, owned=halo.owned, wanted=wanted, dim=halo.dim, group=dim_group(spec, halo.axes), fill=fill)
     return pad(local, borders, value=fill) if any(borders) else local
 

@@ -1,12 +1,12 @@
 """A plain tensor that meets a `ShardTensor` counts as replicated; its gradient is summed over the ranks. Decided here.
 
 Each rank sees only its own shard, so its gradient of a plain weight is one summand of the true one. The sum is made
-between the ops and the weight, as part of the graph::
+between the ops and the weight, as part of the graph, by two nodes that leave the values alone::
 
-    weight -> _Finish -> _Start -> every op that uses it        (the weight's values, unchanged)
+    weight -> last -> first -> every op that uses it
 
-Backward, `_Start` receives what this rank's ops contributed and puts it in a bucket; full buckets are summed
-asynchronously while backward goes on. `_Finish` waits and hands the sum on. Its node has the lowest priority in the
+Backward, `first` receives what this rank's ops contributed and puts it in a bucket; full buckets are summed
+asynchronously while backward goes on. `last` waits and hands the sum on. Its node has the lowest priority in the
 autograd engine, so it runs when nothing else is left to do, yet before the gradient reaches the weight: tensor hooks,
 post-accumulate hooks, a DDP reducer and the optimizer only ever see complete gradients. Under FSDP2, which reads
 gradients in the middle of backward, each sum is finished at once.
@@ -30,7 +30,7 @@ from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 
 BUCKET_BYTES = 25 * 2**20
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+_alias = torch.ops.aten.alias.default
 
 
 def summed_dims(specs: Sequence[ShardTensorSpec]) -> tuple[int, ...]:
@@ -114,81 +114,68 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
 
     Communication: backward, one all-reduce for each bucket of gradients; for a tensor that is not a leaf, one at once.
     """
-    if not dims or all(mesh.size(i) == 1 for i in dims):
-        return value
-    if not value.is_leaf or torch.compiler.is_compiling():
-        return comm.sum_gradient(value, _group(mesh, dims))
     uses = _uses(mesh)
     use = uses.get((id(value), dims))
     alias = use.alias_of(value) if use is not None else None
     if alias is None:
-        use = _Use(value, _group(mesh, dims))
+        if not dims or all(mesh.size(i) == 1 for i in dims):
+            return value
+        group = axis_group(mesh, dims[0]) if len(dims) == 1 else flat_group(mesh, dims)
+        if not value.is_leaf or torch.compiler.is_compiling():
+            return comm.sum_gradient(value, group)
+        use = _Use(value, group)
         alias = use.attach(value)
         uses[id(value), dims] = use
     return alias
 
 
-def _group(mesh, dims: tuple[int, ...]):
-    return axis_group(mesh, dims[0]) if len(dims) == 1 else flat_group(mesh, dims)
-
-
 def _uses(mesh) -> dict:
     """The weights in use on `mesh`, kept with the mesh object of this rank."""
-    if not hasattr(mesh, "_shardwise_uses"):
-        mesh._shardwise_uses = {}
-    return mesh._shardwise_uses
+    uses = mesh.__dict__.get("_shardwise_uses")
+    if uses is None:
+        uses = mesh.__dict__["_shardwise_uses"] = {}
+    return uses
 
 
 class _Use:
     """One weight on one group: the alias that ops use, and the gradient on its way back. Holds no tensor alive."""
 
+    __slots__ = ("__weakref__", "alias", "bucket", "group", "memory", "value")
+
     def __init__(self, value: Tensor, group) -> None:
         self.value = weakref.ref(value)
-        self.data_ptr = value.data_ptr()
+        self.memory = (value.data_ptr(), value._version)
         self.group = group
         self.bucket: _Bucket | None = None
         self.alias: TensorWeakRef | None = None
 
     def attach(self, value: Tensor) -> Tensor:
-        finish = _Finish.apply(value, self)
-        finish.grad_fn._set_sequence_nr(0)
-        alias = _Start.apply(finish, self)
-        self.alias = TensorWeakRef(alias)
-        return alias
+        last = _alias(value)
+        last.grad_fn._set_sequence_nr(0)
+        last.register_hook(self.finish)
+        first = _alias(last)
+        first.register_hook(self.contribute)
+        self.alias = TensorWeakRef(first)
+        return first
 
     def alias_of(self, value: Tensor) -> Tensor | None:
         """The alias, while it stands for `value`: the same object and memory, and no backward has passed since."""
-        if self.alias is None or self.value() is not value or value.data_ptr() != self.data_ptr:
+        if self.alias is None or self.value() is not value or (value.data_ptr(), value._version) != self.memory:
             return None
         return self.alias()
 
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: Tensor, use: _Use) -> Tensor:
-        ctx.use = use
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        bucket, ctx.use.bucket = ctx.use.bucket, None
-        return (grad if bucket is None else bucket.take(ctx.use)), None
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: Tensor, use: _Use) -> Tensor:
-        ctx.use = use
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        use = ctx.use
-        use.alias = None
+    def contribute(self, grad: Tensor) -> Tensor | None:
+        """Take this rank's summand; runs as soon as all ops that use the weight have given theirs."""
+        self.alias = None
         if torch.is_grad_enabled() or _reads_gradients_early():
-            return comm.sum_forward(grad, use.group), None
-        _open_bucket(use.group, grad).add(use, grad)
-        return grad, None
+            return comm.sum_forward(grad, self.group)
+        _open_bucket(self.group, grad).add(self, grad)
+        return None
+
+    def finish(self, grad: Tensor) -> Tensor | None:
+        """Hand the sum on; runs last."""
+        bucket, self.bucket = self.bucket, None
+        return None if bucket is None else bucket.take(self)
 
 
 def _reads_gradients_early() -> bool:

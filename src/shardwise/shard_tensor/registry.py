@@ -40,6 +40,7 @@ IDENTITY_FUNCTIONS = {
 }
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+ShardTensor: type  # set by tensor.py, which imports this module first
 
 
 class Settings(threading.local):
@@ -167,16 +168,20 @@ def _no_override(*args) -> bool:
 
 def promote_operands(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Turn plain tensors that need a gradient, and DTensors, into replicated operands of the `ShardTensor`s beside them."""
-    from shardwise.shard_tensor.tensor import ShardTensor
-
-    found: list[ShardTensor] = []
     plain = False
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, ShardTensor):
-                found.append(item)
-            elif isinstance(item, Tensor):
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if isinstance(value, ShardTensor):
+                found.append(value)
+            else:
                 plain = True
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, ShardTensor):
+                    found.append(item)
+                elif isinstance(item, Tensor):
+                    plain = True
     if not plain or not found:
         return args, kwargs
     from shardwise.shard_tensor.promote import promote
@@ -202,8 +207,6 @@ def check_promotion(func: Callable, args: tuple) -> None:
 
 
 def _announce(func: Callable, args: tuple) -> None:
-    from shardwise.shard_tensor.tensor import ShardTensor
-
     for value in args:
         if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.ndim > 0:
             given = f"{_function_name(func)} got a plain tensor of shape {tuple(value.shape)} beside a ShardTensor"

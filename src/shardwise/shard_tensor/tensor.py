@@ -46,21 +46,15 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: ShardTensorSpec, *, requires_grad: bool = False) -> ShardTensor:
+        dtype = local_tensor.dtype
+        if dtype is not spec.dtype:
+            spec = spec.with_dtype(dtype)
         self = _make_wrapper(
-            cls,
-            spec.shape,
-            strides=spec.stride,
-            dtype=local_tensor.dtype,
-            device=local_tensor.device,
-            layout=local_tensor.layout,
-            requires_grad=requires_grad,
+            cls, spec.shape, strides=spec.stride, dtype=dtype, device=local_tensor.device, requires_grad=requires_grad
         )
         self._local_tensor = local_tensor
-        self._spec = spec if spec.dtype is local_tensor.dtype else spec.with_dtype(local_tensor.dtype)
+        self._spec = spec
         return self
-
-    def __init__(self, *args, **kwargs) -> None:
-        pass
 
     # ------------------------------------------------------------------ dispatch
 
@@ -275,6 +269,9 @@ class ShardTensor(torch.Tensor):
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata, expected_type=None):
         return redistribute(self, expected_metadata[0].gradient())
+
+
+registry.ShardTensor = ShardTensor
 
 
 def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:

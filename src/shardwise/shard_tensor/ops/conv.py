@@ -22,6 +22,7 @@ from shardwise.shard_tensor.registry import check_promotion, shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.spec.spans import Window
+from shardwise.spec.windows import window_reads
 
 CONVOLUTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
@@ -160,7 +161,10 @@ def _windows(kernel: tuple, stride: tuple, padding: tuple | str, dilation: tuple
 
 def _halo(spec: ShardTensorSpec, dim: int, window: Window, outputs: int) -> Halo:
     middle = (window.reach - 1 - window.pad_before - window.pad_after) // 2
-    return make_halo(spec, dim, outputs, lambda o: o * window.stride + middle, window.input_span)
+    size = spec.shape[dim]
+    return make_halo(
+        spec, dim, outputs, lambda o: o * window.stride + middle, lambda owned, makes: window_reads(window, owned, makes, size)
+    )
 
 
 @shard_function(torch.convolution)

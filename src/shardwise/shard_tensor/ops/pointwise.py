@@ -19,10 +19,11 @@ from shardwise.shard_tensor.fallback import refuse_copied
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table
 from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
-from shardwise.shard_tensor.tensor import ShardTensor, needs_grad
+from shardwise.shard_tensor.tensor import ShardTensor
 
 aten = torch.ops.aten
 _pointwise_tag = torch.Tag.pointwise
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 # Pointwise operators that do not carry torch's own tag.
 UNTAGGED = {
@@ -90,7 +91,12 @@ LINEAR_FIRST = {
 }
 
 
+_IN_PLACE: set = set()
+
+
 def is_pointwise(op) -> bool:
+    if op._schema.is_mutable:
+        _IN_PLACE.add(op)
     if op in UNTAGGED:
         return True
     return _pointwise_tag in op.tags and torch.Tag.nondeterministic_seeded not in op.tags and not op._schema.name.endswith("dropout")
@@ -99,8 +105,12 @@ def is_pointwise(op) -> bool:
 def pointwise_rule(op, args: tuple, kwargs: dict):
     """Communication: none for operands in one layout; else the cheaper operands are redistributed."""
     spec, aligned = _one_spec(args)
-    if aligned and not kwargs and not spec.partial_mesh_dims and not op._schema.is_mutable:
-        return _wrap(op(*[a._local_tensor if type(a) is ShardTensor else a for a in args]), spec)
+    if aligned and not kwargs and not spec.partial_mesh_dims:
+        local = op(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args])
+        if op not in _IN_PLACE:
+            return _wrap(local, spec)
+        refuse_copied(args[0])
+        return args[0]
     return _general(op, args, kwargs)
 
 
@@ -108,7 +118,7 @@ def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
     """The spec shared by all `ShardTensor` arguments, and whether nothing else but scalars is among them."""
     spec = None
     for a in args:
-        if type(a) is ShardTensor:
+        if isinstance(a, ShardTensor):
             if spec is None:
                 spec = a._spec
             elif spec is not a._spec and (spec.sizes != a._spec.sizes or spec.placements != a._spec.placements or spec.shape != a._spec.shape):
@@ -296,12 +306,12 @@ def _fast(func, args: tuple, kwargs: dict):
     spec, aligned = _one_spec(args)
     if not aligned or kwargs or spec.partial_mesh_dims:
         return NotImplemented
-    if torch.is_grad_enabled():
-        for a in args:
-            if type(a) is ShardTensor and needs_grad(a):
-                return NotImplemented
-    result = func(*[a._local_tensor if type(a) is ShardTensor else a for a in args])
-    return ShardTensor(result, spec) if isinstance(result, Tensor) else NotImplemented
+    with _NoTorchFunction():
+        if torch.is_grad_enabled():
+            for a in args:
+                if isinstance(a, ShardTensor) and a.requires_grad:
+                    return func(*args)
+        return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), spec)
 
 
 shard_function_table(_FAST, _fast)
