@@ -276,7 +276,8 @@ def _keeps_partial(operand: ShardTensor, op, operands: Sequence[Tensor]) -> bool
     partial = operand._spec.partial_mesh_dims
     if not partial or any(operand._spec.placements[i].reduce_op != "sum" for i in partial):
         return False
-    others = [o for o in operands if o is not operand]
+    place = next(i for i, o in enumerate(operands) if o is operand)
+    others = [o for i, o in enumerate(operands) if i != place]  # `y * y` has `y` among the others
     if op in ADDITIVE:
         return bool(others) and all(isinstance(o, ShardTensor) and o._spec.placements == operand._spec.placements for o in others)
     if op in LINEAR:
