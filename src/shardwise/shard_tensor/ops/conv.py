@@ -38,6 +38,14 @@ def each(value: int | Sequence[int], n: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def output_shape(func: Callable, shape: tuple[int, ...], weight: tuple[int, ...], bias: int | None, args: tuple) -> tuple[int, ...]:
     """The shape that torch gives for these arguments, and torch's own error for bad ones, without data."""
+    n = len(weight) - 2
+    if func is CONVOLUTIONS[n] and len(shape) > n and weight[1] * args[-1] != shape[-n - 1]:
+        raise RuntimeError(
+            f"Given groups={args[-1]}, weight of size {list(weight)}, expected input{list(shape)} to have {weight[1] * args[-1]} channels, "
+            f"but got {shape[-n - 1]} channels instead"
+        )
+    if min(args[0]) < 1:
+        raise RuntimeError("non-positive stride is not supported")
     x, w = (torch.empty(s, device="meta") for s in (shape, weight))
     b = None if bias is None else torch.empty(bias, device="meta")
     return tuple(func(x, w, b, *args).shape)
