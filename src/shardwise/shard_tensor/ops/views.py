@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
 from shardwise.shard_tensor.fallback import mark_copied
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table, shard_rule
@@ -47,7 +49,7 @@ def _view_plan(spec: ShardTensorSpec, shape: Sequence[int]):
 def view_dtype(op, args, kwargs):
     """Another dtype on the same bytes; between dtypes of different size the last dim must not be sharded."""
     x, dtype = args
-    spec = x._spec
+    spec = x._spec.gradient()  # the bytes of a pending sum are not a sum
     if dtype.itemsize != spec.dtype.itemsize and spec.sizes[-1] is not None:
         spec = spec.replicate(spec.mesh_dims_of(spec.ndim - 1))
     local = redistribute_local(x._local_tensor, x._spec, spec).view(dtype)
@@ -158,7 +160,21 @@ def sliced(x: ShardTensor, dim: int, start: int | None, stop: int | None, step: 
     spec = x._spec
     dim %= spec.ndim
     local_bounds, out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
+    if spec.sizes[dim] is not None:
+        _remember(spec, dim)
     return ShardTensor(aten.slice.Tensor(x._local_tensor, dim, *local_bounds, step), out)
+
+
+def _remember(spec: ShardTensorSpec, dim: int) -> None:
+    """Keep the layout of a tensor cut along a sharded dim: its gradient is best laid out the same way.
+
+    A hint only. It is the same on all ranks, since all cut the same tensors in the same order; a gradient is right in any layout.
+    """
+    spec.mesh.__dict__.setdefault("_shardwise_cuts", {})[spec.shape, dim, spec.placements] = spec.sizes[dim]
+
+
+def _remembered(spec: ShardTensorSpec, shape: tuple[int, ...], dim: int, placements) -> tuple[int, ...] | None:
+    return spec.mesh.__dict__.get("_shardwise_cuts", {}).get((shape, dim, placements))
 
 
 def _slice_plan(spec: ShardTensorSpec, dim: int, start: int | None, stop: int | None, step: int):
@@ -225,27 +241,54 @@ def slice_backward(op, args, kwargs):
         local, spec = (grad._local_tensor, spec) if blocks is None else _without_shards(grad, [dim])
         out = spec.with_dims(shape, range(spec.ndim))
         return ShardTensor(op(local, out.local_shape, dim, start, stop, step), out)
-    borders = [0]
-    for size in blocks:
-        borders.append(borders[-1] + size)
-    rows = [0, *(start + border * step if border < spec.shape[dim] else shape[dim] for border in borders[1:-1]), shape[dim]]
-    sizes = (*spec.sizes[:dim], tuple(b - a for a, b in zip(rows, rows[1:], strict=False)), *spec.sizes[dim + 1 :])
+    borders = [sum(blocks[:i]) for i in range(len(blocks) + 1)]
+    rows = _remembered(spec, tuple(shape), dim, spec.placements)
+    if rows is None or tuple(map(len, rows_kept(rows, start, stop, step))) != blocks:
+        cuts = [0, *(start + border * step if border < spec.shape[dim] else shape[dim] for border in borders[1:-1]), shape[dim]]
+        rows = tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    sizes = (*spec.sizes[:dim], rows, *spec.sizes[dim + 1 :])
     out = ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype)
     me = spec.block_index(dim, spec.coordinate)
-    first = start + borders[me] * step - rows[me]
     local = grad._local_tensor
     if not blocks[me]:
         return ShardTensor(local.new_zeros(out.local_shape), out)
+    first = start + borders[me] * step - sum(rows[:me])
     return ShardTensor(op(local, out.local_shape, dim, first, first + (blocks[me] - 1) * step + 1, step), out)
 
 
 @shard_rule(aten.select_backward.default)
 def select_backward(op, args, kwargs):
+    """Zeros of the whole shape with `grad` in one row, in the layout of the tensor the row was taken from."""
     grad, shape, dim, index = args
     dim %= len(shape)
     spec = grad._spec
+    shape = tuple(shape)
+    for placements, rows in _layouts_cut(spec, shape, dim):
+        axes = tuple(i for i, p in enumerate(placements) if p == Shard(dim))
+        if any(not isinstance(spec.placements[i], Replicate) for i in axes):
+            continue
+        merged = tuple(
+            p if i in axes else _shifted(spec.placements[i], dim) for i, p in enumerate(placements)
+        )
+        sizes = (*spec.sizes[:dim], rows, *spec.sizes[dim:])
+        out = ShardTensorSpec(spec.mesh, merged, shape, sizes, spec.dtype)
+        start, stop = out.box()[dim]
+        index = index % shape[dim]
+        if start <= index < stop:
+            return ShardTensor(op(grad._local_tensor, out.local_shape, dim, index - start), out)
+        return ShardTensor(grad._local_tensor.new_zeros(out.local_shape), out)
     out = spec.with_dims(shape, [*range(dim), None, *range(dim, spec.ndim)])
     return ShardTensor(op(grad._local_tensor, out.local_shape, dim, index), out)
+
+
+def _layouts_cut(spec: ShardTensorSpec, shape: tuple[int, ...], dim: int):
+    """The remembered layouts of tensors of this shape that were cut along `dim`, latest first."""
+    cuts = spec.mesh.__dict__.get("_shardwise_cuts", {})
+    return [(placements, rows) for (s, d, placements), rows in reversed(cuts.items()) if s == shape and d == dim]
+
+
+def _shifted(placement, dim: int):
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) and placement.dim >= dim else placement
 
 
 @shard_rule(aten.split.Tensor)
@@ -338,30 +381,46 @@ def _laid(x, base: ShardTensorSpec) -> torch.Tensor:
 
 
 def _cat_sharded(tensors, dim: int, base: ShardTensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> ShardTensor:
-    """Each operand's rows go to the ranks that hold them in the result; a replicated operand's rows cost nothing."""
+    """Rows stay where they are if that keeps their order; else they go where `torch.chunk` of the result puts them."""
     ranks = len(base.sizes[dim])
-    total = shape[dim]
-    spread = [x for x in tensors if isinstance(x, ShardTensor) and x._spec.sizes[dim] is not None and len(x._spec.sizes[dim]) == ranks]
-    if len(spread) == 1 and spread[0]._spec.placements == base.placements:  # rows before go to the first rank, rows after to the last
-        blocks = list(spread[0]._spec.sizes[dim])
-        at = next(i for i, x in enumerate(tensors) if x is spread[0])
-        blocks[0] += sum(x.shape[dim] for x in tensors[:at])
-        blocks[-1] += sum(x.shape[dim] for x in tensors[at + 1 :])
-    else:
-        blocks = list(ShardTensorSpec.chunked(base.mesh, base.placements, shape, dtype).sizes[dim])
-    sizes = (*base.sizes[:dim], tuple(blocks), *base.sizes[dim + 1 :])
+    pieces = _pieces_in_place(tensors, dim, base, ranks)
+    if pieces is None:
+        blocks = ShardTensorSpec.chunked(base.mesh, base.placements, shape, dtype).sizes[dim]
+        borders = [sum(blocks[:i]) for i in range(ranks + 1)]
+        pieces, start = [], 0
+        for x in tensors:
+            stop = start + x.shape[dim]
+            pieces.append(tuple(max(0, min(borders[i + 1], stop) - max(borders[i], start)) for i in range(ranks)))
+            start = stop
+    sizes = (*base.sizes[:dim], tuple(map(sum, zip(*pieces, strict=True))), *base.sizes[dim + 1 :])
     out = ShardTensorSpec(base.mesh, base.placements, shape, sizes, dtype)
-    borders = [sum(blocks[:i]) for i in range(ranks + 1)]
-    parts, start = [], 0
-    for x in tensors:
-        count = x.shape[dim]
-        mine = tuple(max(0, min(borders[i + 1], start + count) - max(borders[i], start)) for i in range(ranks))
-        want_sizes = (*base.sizes[:dim], mine, *base.sizes[dim + 1 :])
-        want = ShardTensorSpec(base.mesh, base.placements, tuple(x.shape), want_sizes, x.dtype)
+    parts = []
+    for x, mine in zip(tensors, pieces, strict=True):
+        want = ShardTensorSpec(base.mesh, base.placements, tuple(x.shape), (*base.sizes[:dim], mine, *base.sizes[dim + 1 :]), x.dtype)
         have = x._spec if isinstance(x, ShardTensor) else want.replicate()
         parts.append(redistribute_local(x._local_tensor if isinstance(x, ShardTensor) else x, have, want))
-        start += count
     return ShardTensor(aten.cat.default(parts, dim), out)
+
+
+def _pieces_in_place(tensors, dim: int, base: ShardTensorSpec, ranks: int) -> list[tuple[int, ...]] | None:
+    """Rows of each operand on each rank if all stay in place: those of a replicated operand join the rank of the rows before
+    them (of the rows after them at the start). None where the ranks of successive operands would overlap."""
+    blocks = [
+        x._spec.sizes[dim] if isinstance(x, ShardTensor) and x._spec.mesh_dims_of(dim) == base.mesh_dims_of(dim) else None for x in tensors
+    ]
+    held = [[i for i, n in enumerate(b) if n] for b in blocks if b is not None and any(b)]
+    if not held or any(a[-1] > b[0] for a, b in zip(held, held[1:], strict=False)):
+        return None
+    if any(b is None and isinstance(x, ShardTensor) and x._spec.sizes[dim] is not None for b, x in zip(blocks, tensors, strict=True)):
+        return None
+    pieces, at = [], held[0][0]
+    for x, own in zip(tensors, blocks, strict=True):
+        if own is None:
+            own = tuple(x.shape[dim] if i == at else 0 for i in range(ranks))
+        elif any(own):
+            at = max(i for i, n in enumerate(own) if n)
+        pieces.append(own)
+    return pieces
 
 
 @shard_rule(aten.stack.default)
