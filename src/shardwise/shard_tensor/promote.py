@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 from torch.utils.weak import TensorWeakRef
@@ -35,6 +36,9 @@ _alias = torch.ops.aten.alias.default
 
 def summed_dims(specs: Sequence[ShardTensorSpec]) -> tuple[int, ...]:
     """The mesh dims over which a replicated operand's gradient is a pending sum: those where any neighbour is not replicated."""
+    if len(specs) == 1:
+        spec = specs[0]
+        return spec.cached("summed", lambda: tuple(i for i, p in enumerate(spec.placements) if not isinstance(p, Replicate)))
     mesh_ndim = specs[0].mesh.ndim
     return tuple(i for i in range(mesh_ndim) if any(not isinstance(spec.placements[i], Replicate) for spec in specs))
 
@@ -114,27 +118,37 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
 
     Communication: backward, one all-reduce for each bucket of gradients; for a tensor that is not a leaf, one at once.
     """
-    uses = _uses(mesh)
-    use = uses.get((id(value), dims))
+    if not dims:
+        return value
+    sums = mesh.__dict__.get("_shardwise_sums")
+    if sums is None:
+        sums = mesh.__dict__["_shardwise_sums"] = _Sums()
+    use = sums.uses.get((id(value), dims))
     alias = use.alias_of(value) if use is not None else None
-    if alias is None:
-        if not dims or all(mesh.size(i) == 1 for i in dims):
-            return value
-        group = axis_group(mesh, dims[0]) if len(dims) == 1 else flat_group(mesh, dims)
-        if not value.is_leaf or torch.compiler.is_compiling():
-            return comm.sum_gradient(value, group)
-        use = _Use(value, group)
-        alias = use.attach(value)
-        uses[id(value), dims] = use
-    return alias
+    if alias is not None:
+        return alias
+    group = sums.group(mesh, dims)
+    if group is None:
+        return value
+    if not value.is_leaf or torch.compiler.is_compiling():
+        return comm.sum_gradient(value, group)
+    use = sums.uses[id(value), dims] = _Use(value, group)
+    return use.attach(value)
 
 
-def _uses(mesh) -> dict:
-    """The weights in use on `mesh`, kept with the mesh object of this rank."""
-    uses = mesh.__dict__.get("_shardwise_uses")
-    if uses is None:
-        uses = mesh.__dict__["_shardwise_uses"] = {}
-    return uses
+class _Sums:
+    """The weights in use on one rank's mesh, and the groups over which their gradients are summed."""
+
+    def __init__(self) -> None:
+        self.uses: dict[tuple[int, tuple[int, ...]], _Use] = {}
+        self.groups: dict[tuple[int, ...], object] = {}
+
+    def group(self, mesh, dims: tuple[int, ...]):
+        """The group of `dims`, or None if it has one rank."""
+        if dims not in self.groups:
+            alone = all(mesh.size(i) == 1 for i in dims)
+            self.groups[dims] = None if alone else axis_group(mesh, dims[0]) if len(dims) == 1 else flat_group(mesh, dims)
+        return self.groups[dims]
 
 
 class _Use:
@@ -180,9 +194,7 @@ class _Use:
 
 def _reads_gradients_early() -> bool:
     """Whether FSDP2 manages a module in this process: it reads gradients in the middle of backward."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    return any(type(state()).__name__ == "FSDPState" for state in list(_module_state_mapping.values()))
+    return bool(_module_state_mapping) and any(type(state()).__name__ == "FSDPState" for state in list(_module_state_mapping.values()))
 
 
 class _Bucket:
