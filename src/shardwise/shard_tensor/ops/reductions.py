@@ -34,9 +34,11 @@ aten = torch.ops.aten
 
 def _linear_input(x: ShardTensor) -> tuple[Tensor, ShardTensorSpec]:
     """The shard of `x`, its pending sums kept: a sum of sums may stay pending."""
-    if any(x._spec.placements[i].reduce_op not in ("sum", "avg") for i in x._spec.partial_mesh_dims):
-        return completed(x)
-    return x._local_tensor, x._spec
+    return (x._local_tensor, x._spec) if _stays_pending(x._spec) else completed(x)
+
+
+def _stays_pending(spec: ShardTensorSpec) -> bool:
+    return all(spec.placements[i].reduce_op in ("sum", "avg") for i in spec.partial_mesh_dims)
 
 
 def _summed(op, local: Tensor, spec: ShardTensorSpec, dim, keepdim: bool, dtype, divide: bool = False) -> ShardTensor:
@@ -97,7 +99,7 @@ def _sum_function(name: str, divide: bool):
             return NotImplemented
         if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
             return NotImplemented
-        x = redistribute(input, input._spec.gradient())
+        x = input if _stays_pending(input._spec) else redistribute(input, input._spec.gradient())
         plan = reduction_plan(x._spec, dim, bool(keepdim))
         total = to_local(x).sum(plan.dims, keepdim, dtype=dtype)
         return from_local(total / plan.count if divide else total, plan.pending)
@@ -123,7 +125,11 @@ def moments(local: Tensor, plan: ReductionPlan, keepdim: bool) -> tuple[Tensor, 
     Communication: two all-reduces of the result's size.
     """
     local = padded(local, plan, 0).to(accumulation_dtype(local.dtype))
-    var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=keepdim)
+    if local.numel():
+        var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=keepdim)
+    else:  # an empty result: torch would warn
+        mean = local.sum(plan.dims, keepdim)
+        var = mean.real if mean.is_complex() else mean
     if not plan.axes:
         return mean, var * plan.count
     n = plan.local_count
@@ -139,7 +145,7 @@ def variance(op, args, kwargs):
     keepdim, correction = kwargs.get("keepdim", False), kwargs.get("correction")
     local, spec = completed(x)
     plan = reduction_plan(spec, kwargs.get("dim", dim), keepdim)
-    if not plan.axes:
+    if not plan.axes and local.numel():
         result = op(local, plan.dims, correction=correction, keepdim=keepdim)
         return tuple(ShardTensor(r, plan.out) for r in result) if isinstance(result, tuple) else ShardTensor(result, plan.out)
     mean, squares = moments(local, plan, keepdim)
