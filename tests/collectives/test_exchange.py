@@ -147,6 +147,20 @@ def test_rebalance_and_gather(world):
     check(world, spans_of((3, 3, 3)), ((0, 9),) * 3)
 
 
+@ranks(2)
+def test_gradient_by_the_incoming_gradient_ignores_fill(world):
+    """The gradient is linear in what comes in: its own derivative fetches rows with fill 0, whatever the fill of the value."""
+    owned, wanted = ((0, 2), (2, 5)), ((-1, 3), (1, 6))
+    whole = world.randn(5, 2)
+    start, stop = owned[world.rank]
+    x = whole[start:stop].clone().requires_grad_()
+    y = exchange(x, owned=owned, wanted=wanted, dim=0, group=axis_group(world.mesh), fill=9.0)
+    incoming = torch.ones_like(y, requires_grad=True)
+    (gradient,) = torch.autograd.grad(y, x, incoming, create_graph=True)
+    (second,) = torch.autograd.grad((gradient * x.detach()).sum(), incoming)
+    assert torch.equal(second, take(whole, wanted[world.rank], 0, 0))
+
+
 @ranks(3)
 def test_nothing_is_sent_when_nobody_needs_anything(world):
     owned = spans_of((3, 0, 2))
