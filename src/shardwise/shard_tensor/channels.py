@@ -45,11 +45,13 @@ class Channels:
             bias = grown(bias.narrow(0, 0, 0), 0, bias.shape[0])  # zeros that keep the bias in the graph of every rank
         return x, weight, bias
 
-    def placements(self, dim: int) -> tuple:
-        """The placements of the result."""
-        if self.out_sizes is not None:
-            return self.source.placements
-        return tuple(Partial() if isinstance(p, Shard) and p.dim == dim else p for p in self.source.placements)
+    def layout(self, out: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+        """The layout `out` of the result once its channel dim is settled."""
+        placements = out.placements
+        if self.out_sizes is None:
+            placements = tuple(Partial() if isinstance(p, Shard) and p.dim == dim else p for p in placements)
+        sizes = (*out.sizes[:dim], self.out_sizes, *out.sizes[dim + 1 :])
+        return ShardTensorSpec(out.mesh, placements, out.shape, sizes, out.dtype)
 
 
 def split_channels(spec: ShardTensorSpec, dim: int, groups: int, outputs: int, *, transposed: bool) -> Channels:

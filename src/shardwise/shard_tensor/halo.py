@@ -94,10 +94,21 @@ def with_sizes(spec: ShardTensorSpec, shape: Sequence[int], halos: Sequence[Halo
     return ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), tuple(sizes), dtype or spec.dtype)
 
 
+def rows_at(local: Tensor, dim: int, start: int, rows: int) -> Tensor:
+    """Rows `start : start + rows` of `dim` of `local`, zeros where it has none."""
+    before, after = max(0, min(-start, rows)), max(0, min(start + rows - local.shape[dim], rows))
+    if before + after == rows:
+        before, after, inside = 0, rows, (0, 0)
+    else:
+        inside = (start + before, rows - before - after)
+    if inside != (0, local.shape[dim]):
+        local = local.narrow(dim, *inside)
+    return pad(local, [0, 0] * (local.ndim - 1 - dim) + [before, after]) if before or after else local
+
+
 def grown(local: Tensor, dim: int, rows: int) -> Tensor:
     """`local` with zero rows appended to `dim` until it has `rows`, so that a rank without rows can still run the op."""
-    missing = rows - local.shape[dim]
-    return pad(local, [0, 0] * (local.ndim - 1 - dim) + [0, missing]) if missing > 0 else local
+    return rows_at(local, dim, 0, rows) if local.shape[dim] < rows else local
 
 
 def cut(local: Tensor, shape: Sequence[int]) -> Tensor:

@@ -37,15 +37,22 @@ def each(value: int | Sequence[int], n: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def output_shape(func: Callable, shape: tuple[int, ...], weight: tuple[int, ...], bias: int | None, args: tuple) -> tuple[int, ...]:
-    """The shape that torch gives for these arguments, and torch's own error for bad ones, without data."""
+    """The shape that torch gives for these arguments, without data, and torch's errors for bad ones."""
     n = len(weight) - 2
-    if func is CONVOLUTIONS[n] and len(shape) > n and weight[1] * args[-1] != shape[-n - 1]:
+    transposed = func is TRANSPOSED[n]
+    channels = weight[0] if transposed else weight[1] * args[-1]
+    if len(shape) > n and shape[-n - 1] != channels:
         raise RuntimeError(
-            f"Given groups={args[-1]}, weight of size {list(weight)}, expected input{list(shape)} to have {weight[1] * args[-1]} channels, "
-            f"but got {shape[-n - 1]} channels instead"
+            f"Given {'transposed=1' if transposed else f'groups={args[-1]}'}, weight of size {list(weight)}, expected input{list(shape)} "
+            f"to have {channels} channels, but got {shape[-n - 1]} channels instead"
         )
     if min(args[0]) < 1:
         raise RuntimeError("non-positive stride is not supported")
+    if transposed and any(out >= max(step, gap) for out, step, gap in zip(args[2], args[0], args[4], strict=True)):
+        raise RuntimeError(
+            f"output padding must be smaller than either stride or dilation, but got output_padding {args[2]}, stride {args[0]} "
+            f"and dilation {args[4]}"
+        )
     x, w = (torch.empty(s, device="meta") for s in (shape, weight))
     b = None if bias is None else torch.empty(bias, device="meta")
     return tuple(func(x, w, b, *args).shape)
@@ -138,8 +145,7 @@ def _plan(
         spec, groups = channels.source, channels.groups
     out = with_sizes(spec, shape, halos)
     if channels is not None:
-        sizes = (*out.sizes[: first - 1], channels.out_sizes, *out.sizes[first:])
-        out = ShardTensorSpec(out.mesh, channels.placements(first - 1), out.shape, sizes, out.dtype)
+        out = channels.layout(out, first - 1)
     least = [0] * spec.ndim
     for halo in halos:
         if halo.made[0] == halo.made[1]:
