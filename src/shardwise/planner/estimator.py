@@ -146,15 +146,9 @@ class Estimator:
         found, rate = self.layer(kind, layout)[0], self.rates(layout.precision)
         domain = self.cluster.domain
         forward, backward = step_time.layer_costs(found, layout, domain, rate, self._recomputed(layout), layout.peft is not None)
-        if layout.cuda_graphs:
-            forward, backward = self._graphed(forward), self._graphed(backward)
         if layout.sharding in FSDP and layout.shard_size > 1:
             forward, backward = self._gathered(kind, layout, forward, backward, rate)
         return forward, backward
-
-    @staticmethod
-    def _graphed(cost: Cost) -> Cost:
-        return tuple(value * 0.3 if name == "host" else value for name, value in zip(TERMS, cost))
 
     def _gathered(self, kind: int, layout: Layout, forward: Cost, backward: Cost, rate: Rates) -> tuple[Cost, Cost]:
         """Adds what gathering weights and scattering gradients of a fully sharded layer leaves exposed."""

@@ -19,6 +19,8 @@ from shardwise.spec.model import ModelSpec
 BF16 = 2
 SCAN_PASSES = 12  # elementwise passes over the inner width of a state-space or delta-rule block
 SCAN_COST = 4.0  # chunked scan runs on small tiles: FLOPs charged per useful one
+# Reads and writes of every routed copy of a token around the exchange; HybridEP permutes while it sends.
+PERMUTE_PASSES = {"allgather": 4, "alltoall": 4, "deepep": 3, "hybridep": 2}
 LOW_PRECISION = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
 # Bytes per element to make the low-precision copies of an input (read bf16, write row and column copies, find the maximum).
 QUANTISE_BYTES = {
@@ -182,7 +184,8 @@ def _attention_parts(block: Attention | Mla | CompressedAttention, shape: Shape,
         else:
             down.append(_linear(shape, shape.split_tokens, hidden, block.q_lora))
             up.append(_linear(shape, tokens, block.q_lora, queries))
-        up.append(_stream(tokens * (2 * queries + expanded), 2, 5))
+        rotated = block.rope_dim / block.head_dim
+        up.append(_stream(tokens * (queries * rotated + expanded), 2, 5))  # rotary part of Q, assembly of K and V
         parts.append(_part("mla_down_proj", *down, _stream(shape.split_tokens * (block.kv_lora + (block.q_lora or 0)), 2, 2)))
         parts.append(_part("mla_up_proj", *up))
     else:
@@ -241,10 +244,10 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
     fc1 = grouped_flops(received, width, up, experts, shape.processors)
     fc2 = grouped_flops(received, ffn, width, experts, shape.processors)
     quantise = QUANTISE_BYTES.get(shape.precision, 0.0)
-    launches = experts * (3 if quantise else 1)  # one product per expert behind the grouped call, two casts of its input
+    launches = experts * (6 if quantise else 1)  # behind the grouped call: one product per expert; casts and scale layout of its input
     grouped = (
-        Work(grouped=fc1[0] + fc2[0], quantise=quantise * received * (width + ffn), launches=2 * launches),
-        Work(grouped=fc1[1] + fc2[1], quantise=quantise * received * (up + width), launches=4 * launches),
+        Work(grouped=fc1[0] + fc2[0], quantise=quantise * received * (width + ffn), eager=2 * launches),
+        Work(grouped=fc1[1] + fc2[1], quantise=quantise * received * (up + width), eager=4 * launches),
     )
     # Weights are read in full however few tokens an expert has; their gradients are read and written.
     weights = experts * (up + ffn) * width
@@ -252,9 +255,9 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
     router = matmul_flops(routed, block.experts, hidden, shape.processors)
     parts = [
         _part("router", (Work(wide=router, permute=24.0 * routed * block.experts, launches=14), Work(wide=2 * router, launches=14))),
-        _part("moe_permute", _shuffle(copies * width, 4 if shape.ep * shape.etp > 1 else 3)),
+        _part("moe_permute", _shuffle(copies * width, PERMUTE_PASSES[shape.dispatcher] if shape.ep * shape.etp > 1 else 3)),
         _part("moe", grouped, weight_traffic),
-        _part("moe_act", _stream(received * (up + ffn), 1, 1)),
+        _part("moe_act", _stream(received * (up + ffn + block.bias * 4 * (up + width)), 1, 1 + 4 * block.bias)),
     ]
     if block.latent:
         parts.append(_part("latent", _linear(shape, routed, hidden, width), _linear(shape, routed, width, hidden)))

@@ -131,6 +131,7 @@ def model_from_row(row: Row) -> ModelSpec:
             top_k=top_k,
             ffn=expert,
             gated=gated and "nemotron" not in name.lower(),
+            bias="gpt-oss" in name.lower(),
             shared_ffn=number(row, "shared_expert_ffn") or 0,
             latent=int(latent[1]) if latent else None,  # type: ignore[call-overload]
         )

@@ -195,6 +195,43 @@ def _sharding(text: str, source: Source, framework: str) -> dict[str, Any]:
     return {}
 
 
+def _from_notes(row: Row, framework: str) -> dict[str, Any]:
+    """What a row's notes say about kernels, dispatch and overlap."""
+    notes = row.get("notes", "")
+    fields: dict[str, Any] = {}
+    if re.search(r"attention-backend=unfused|transformer-impl=local", notes):
+        fields["attention"] = "unfused"
+    if re.search(r"cross-entropy-loss-fusion=True|cross-entropy fusion", notes):
+        fields["cross_entropy"] = "fused"
+    if re.search(r"grad-reduce-in-bf16=True", notes):
+        fields["grad_dtype"] = "bf16"
+    if re.search(r"dispatcher-type=alltoall", notes):
+        fields["dispatcher"] = "alltoall"
+    if re.search(r"deepep|_flex_|type=flex", notes, re.I) or "flex" in row.get("model_name", ""):
+        fields["dispatcher"] = "deepep"
+    if "HybridEP" in notes or (framework == "megatron-bridge" and re.match(r"GB", row.get("gpu_type", ""))):
+        fields["dispatcher"] = "hybridep"
+    if re.search(r"tokendrop|token drop|capacity factor 1", notes) and "natural" not in notes:
+        fields["capacity_factor"] = 1.0
+    if "cuda_graph" in notes:
+        fields["cuda_graphs"] = True
+    if re.search(r"1f1b overlap|EP overlap", notes):
+        fields["overlap_moe"] = True
+    if re.search(r"\bpeft item|LoRA|LORA", notes):
+        fields["peft"] = "lora"
+    return fields
+
+
+def _pipeline_words(model: ModelSpec, notes: str, pp: int, vpp: int) -> tuple[str, ...] | None:
+    """An explicit pipeline layout: as noted, or what MTP models use."""
+    noted = re.search(r"pipeline-model-parallel-layout=(\S+)", notes)
+    if noted:
+        words = pipeline_layout.parse(noted.group(1))
+        if len(words) % pp == 0 and sum(word.count("t") for word in words) == model.num_layers:
+            return words
+    return _layout_with_mtp(model, pp * vpp) if model.mtp and pp * vpp > 1 else None
+
+
 def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
     """The layout of a run. Raises `Inexpressible` when a degree or batch size is missing or they do not fit together."""
     notes = row.get("notes", "")
@@ -221,34 +258,14 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
     schedule = next((name for word, name in SCHEDULES.items() if f"schedule {word}" in notes), "1f1b")
     if pp == 1:
         vpp, schedule = 1, "1f1b"
-    if re.search(r"attention-backend=unfused|transformer-impl=local", notes):
-        fields["attention"] = "unfused"
-    if re.search(r"cross-entropy-loss-fusion=True|cross-entropy fusion", notes):
-        fields["cross_entropy"] = "fused"
-    if re.search(r"grad-reduce-in-bf16=True", notes):
-        fields["grad_dtype"] = "bf16"
-    if re.search(r"dispatcher-type=alltoall", notes):
-        fields["dispatcher"] = "alltoall"
-    if re.search(r"deepep|_flex_|type=flex", notes, re.I) or "flex" in row.get("model_name", ""):
-        fields["dispatcher"] = "deepep"
-    if "HybridEP" in notes or (framework == "megatron-bridge" and re.match(r"GB", row.get("gpu_type", ""))):
-        fields["dispatcher"] = "hybridep"
-    if re.search(r"tokendrop|token drop|capacity factor 1", notes) and "natural" not in notes:
-        fields["capacity_factor"] = 1.0
-    if "cuda_graph" in notes:
-        fields["cuda_graphs"] = True
-    if re.search(r"1f1b overlap|EP overlap", notes):
-        fields["overlap_moe"] = True
-    if re.search(r"\bpeft item|LoRA|LORA", notes):
-        fields["peft"] = "lora"
-    words = re.search(r"pipeline-model-parallel-layout=(\S+)", notes)
+    fields.update(_from_notes(row, framework))
+    spans = ep * etp > 8 and not re.match(r"GB", row.get("gpu_type", ""))
+    if framework == "megatron-bridge" and fields.get("dispatcher") == "deepep" and spans and (pp == 1 or vpp > 1):
+        fields["overlap_moe"] = True  # what its recipes switch on where experts span nodes
+    words = _pipeline_words(model, notes, pp, vpp)
     if words:
-        parsed = pipeline_layout.parse(words.group(1))
-        if len(parsed) % pp == 0 and sum(word.count("t") for word in parsed) == model.num_layers:
-            fields["pipeline_layout"] = parsed
-            vpp = len(parsed) // pp
-    stages = pp * vpp
-    if "pipeline_layout" not in fields and model.num_layers % stages and (model.num_layers + 2) % stages == 0:
+        fields["pipeline_layout"], vpp = words, len(words) // pp
+    elif model.num_layers % (pp * vpp) and (model.num_layers + 2) % (pp * vpp) == 0:
         fields["account_for_embedding"] = fields["account_for_loss"] = True
     for word, changes in TEST_CASES.items():
         if word in model.name:
@@ -274,6 +291,20 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
     if layout.microbatches < 1:
         raise Inexpressible(f"global batch {gbs} is less than mbs*dp = {mbs * dp}")
     return layout
+
+
+def _layout_with_mtp(model: ModelSpec, stages: int) -> tuple[str, ...] | None:
+    """Stages of equal size but the last, which also has MTP and loss and counts them as three layers (Bridge's DeepSeek layouts)."""
+    layers = model.num_layers
+    each = -(-(layers + 3) // stages)
+    counts = [min(each, max(0, layers - each * stage)) for stage in range(stages - 1)]
+    counts.append(layers - sum(counts))
+    if counts[-1] < 0 or counts[-1] > each:
+        return None
+    words = ["t" * count for count in counts]
+    words[0] = "E" + words[0]
+    words[-1] += "m" * len(model.mtp) + "L"
+    return tuple(words)
 
 
 def _expert_ranks(row: Row, model: ModelSpec, stage_ranks: int) -> int:

@@ -19,6 +19,7 @@ from shardwise.planner.rates import Rates
 from shardwise.spec.layout import DTYPE_BYTES, Layout
 
 TERMS = ("matmul", "experts", "attention", "memory_bound", "host", "tp", "cp", "ep", "fsdp")
+GRAPHED = 0.2  # host time of a kernel inside a CUDA graph, relative to one outside
 ZERO = (0.0,) * len(TERMS)
 Cost = tuple[float, ...]  # seconds per term, in the order of TERMS
 
@@ -45,13 +46,17 @@ def add(left: Cost, right: Cost, times: float = 1.0) -> Cost:
     return tuple(a + b * times for a, b in zip(left, right))
 
 
-def kernel_cost(work: Work, rates: Rates) -> Cost:
-    """Seconds of a set of kernels; the host term is what launching them takes beyond running them."""
+def kernel_cost(work: Work, rates: Rates, *, graphed: bool = False) -> Cost:
+    """Seconds of a set of kernels; the host term is what launching them takes beyond running them.
+
+    graphed: CUDA graphs launch everything but the expert products.
+    """
     matmul = work.matmul / rates.matmul + work.wide / rates.wide
     grouped = work.grouped / rates.grouped
     attention = work.attention / rates.attention
     memory = work.stream / rates.memory + work.permute / rates.permute + work.quantise / rates.quantise + work.scan / rates.scan
-    host = max(0.0, work.launches * rates.launch - (matmul + grouped + attention + memory))
+    launches = work.launches * (GRAPHED if graphed else 1.0) + work.eager
+    host = max(0.0, launches * rates.launch - (matmul + grouped + attention + memory))
     return (matmul, grouped, attention, memory, host, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -97,14 +102,14 @@ def layer_costs(
 
     recomputed: names of the parts run again in backward, None for the whole layer. frozen: no weight gradients (LoRA).
     """
-    forward = kernel_cost(work.forward(), rates)
+    forward = kernel_cost(work.forward(), rates, graphed=layout.cuda_graphs)
     backward_work = work.backward()
     if frozen:
         backward_work = backward_work._replace(
             matmul=backward_work.matmul / 2, grouped=backward_work.grouped / 2, wide=backward_work.wide / 2
         )
     again = work.forward() if recomputed is None else work.select(recomputed)
-    backward = kernel_cost(backward_work.plus(again), rates)
+    backward = kernel_cost(backward_work.plus(again), rates, graphed=layout.cuda_graphs)
     tp = _tp_seconds(work, layout, domain, rates)
     ep = _ep_seconds(work, layout, domain, rates)
     whole = recomputed is None
