@@ -25,11 +25,11 @@ def active() -> bool:
 
 def start(timeout: float) -> None:
     """Join the launched world: NCCL where there are GPUs, else gloo."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise LauncherError("--multigpu-static needs a launcher: torchrun --nproc-per-node 4 -m pytest --multigpu-static")
     import torch
     import torch.distributed as dist
 
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise LauncherError("--multigpu-static needs a launcher: torchrun --nproc-per-node 4 -m pytest --multigpu-static")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(_device())

@@ -74,7 +74,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, launched.LauncherError):
-        item.session.shouldstop = str(call.excinfo.value)
+        item.session.shouldstop = str(call.excinfo.value).partition("\n")[0]
     return report
 
 
