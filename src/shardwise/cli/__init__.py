@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "diff": ("shardwise.cli.diff", "diff", "what changed between two configs, and what a log says about it"),
     "export": ("shardwise.cli.export", "export", "write a layout for Megatron-LM, Megatron Bridge, torchtitan or SLURM"),
     "validate": ("shardwise.cli.validate", "validate", "predict the runs of a table and report the error"),
+    "demo": ("shardwise.cli.demo", "demo", "plan, train two plain models on local CPU ranks, compare with one process"),
     "models": ("shardwise.cli.catalogs", "models", "the models the catalog knows"),
     "hardware": ("shardwise.cli.catalogs", "hardware", "the GPUs and links the catalog knows"),
 }

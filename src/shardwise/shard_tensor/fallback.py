@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from torch import Tensor
@@ -31,7 +32,8 @@ def fallback_rule(op, args: tuple, kwargs: dict):
             "it has no sharded form and fallback mode 'error' forbids gathering its arguments",
             f"register one with ShardTensor.register_dispatch_handler({op}, handler), or allow the gather with shardwise.fallback('gather')",
         )
-    if cost:
+    mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
+    if cost and not any(mesh.get_coordinate()):
         tell_once(str(op), cost)
     full = [leaf_full(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
     full_args, full_kwargs = tree_unflatten(full, structure)
@@ -43,7 +45,6 @@ def fallback_rule(op, args: tuple, kwargs: dict):
                 write_back(leaf, whole)
         originals = {id(whole): leaf for leaf, whole in zip(leaves, full, strict=True) if isinstance(leaf, ShardTensor)}
         return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
-    mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
     results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         tree_map_only(ShardTensor, mark_copied, results)
@@ -96,7 +97,7 @@ def refuse_copied(x: ShardTensor) -> None:
 
 
 def tell_once(name: str, cost: int) -> None:
-    """Warn, once for each op, that its arguments were gathered, with the bytes each rank received."""
+    """Warn, once for each op and on the first rank, that its arguments were gathered, with the bytes each rank received."""
     if name in _told:
         return
     _told.add(name)
@@ -104,8 +105,16 @@ def tell_once(name: str, cost: int) -> None:
         f"{name} has no sharded form: its arguments were gathered ({cost:,} bytes received per rank) and the result is replicated. "
         "It is right but saves neither time nor memory; shardwise.fallback('error') refuses instead.",
         UserWarning,
-        stacklevel=3,
+        stacklevel=_callers_level(),
     )
+
+
+def _callers_level() -> int:
+    """How many frames up the first one outside this package and torch is, for a warning that points at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def forget_told() -> None:
