@@ -26,7 +26,8 @@ def exchange(
     """Group rank r owns the rows `owned[r]` of a global `dim`, has them in `local`, and gets the rows `wanted[r]`.
 
     `wanted[r]` is one span or a tuple of spans, concatenated in order; spans may overlap, be empty, reach over any number of
-    neighbours and outside the tensor. Rows that nobody owns are `fill`. All ranks give the same `owned` and `wanted`.
+    neighbours and outside the tensor. Rows that nobody owns are `fill`. All ranks give the same `owned` and `wanted`. When every rank
+    wants just what it owns, the result is `local` itself.
 
     Communication: one all-to-all with exactly the rows that a rank reads and does not own; none, in either direction, when no rank
     needs a row of another. The gradient sends the rows back and adds them up. Differentiable any number of times.

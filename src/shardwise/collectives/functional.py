@@ -2,10 +2,10 @@
 
 Every function takes a process group and speaks group ranks. Shards may be uneven and empty: their sizes are given as ints that all
 ranks know, so nothing is asked at run time and exactly these rows travel, contiguous. All are differentiable any number of times:
-the gradient of a collective is its transpose, itself one of these collectives. A group of one rank communicates nothing.
+the gradient of a collective is its transpose, itself one of these collectives. In a group of one rank the result is x itself.
 
 Data moves for every dtype. Sums take numbers (bool is refused: a sum of bool has no bool result), averages floating or complex numbers,
-maximum and minimum real numbers and bool.
+maximum and minimum real numbers and bool. Compiled graphs work too; what they send is not counted.
 """
 
 from __future__ import annotations
