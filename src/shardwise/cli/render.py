@@ -33,11 +33,15 @@ def make_table(title: str, columns: Sequence[str], *, text: Sequence[int] = (0,)
 
     table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i in text else "right", no_wrap=i not in wrap, overflow="fold" if i in wrap else "ellipsis")
+        table.add_column(
+            name, justify="left" if i in text else "right", no_wrap=i not in wrap, overflow="fold" if i in wrap else "ellipsis"
+        )
     return table
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, text: Sequence[int] = (0,), wrap: Sequence[int] = ()) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, text: Sequence[int] = (0,), wrap: Sequence[int] = ()
+) -> None:
     from rich.text import Text
 
     table = make_table(title, columns, text=text, wrap=wrap)

@@ -17,7 +17,9 @@ from shardwise.errors import LayoutError, ShardwiseError
 def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Parse ``arguments`` for ``function`` (a Typer-style signature), call it, exit with the code it returns."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})(_guarded(function, "--json" in arguments))
+    app.command(name, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})(
+        _guarded(function, "--json" in arguments)
+    )
     typer.main.get_command(app).main(list(arguments), prog_name=f"shardwise {name}")
 
 

@@ -7,6 +7,7 @@ exact, not a heuristic.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -80,27 +81,26 @@ def best_split(
     extra[0] += first
     extra[-1] += last
 
-    def stage_cost(stage: int, start: int, end: int) -> float:
-        return costs[end] - costs[start] + extra[stage]
-
     def counts(stage: int) -> range:
         return range(fixed[stage], fixed[stage] + 1) if stage in fixed else range(least, count + 1)
 
-    def run(cap: float) -> tuple[int, ...] | None:
-        """With an infinite cap: smallest heaviest stage. With a cap: smallest sum of squares below it."""
-        minimise_max = cap == float("inf")
+    def run(cap: float, *, squares: bool) -> tuple[int, ...] | None:
+        """Best split with no stage above ``cap``: by the sum of squares, or by the heaviest stage."""
         best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
         for stage in range(stages):
             row: dict[int, tuple[float, int]] = {}
+            room = cap * (stages - stage - 1) - (last if stage < stages - 1 else 0.0)  # what the later stages can take
             for start, (value, _) in best[stage].items():
                 for size in counts(stage):
                     end = start + size
                     if end > count:
                         break
-                    cost = stage_cost(stage, start, end)
+                    cost = costs[end] - costs[start] + extra[stage]
                     if cost > cap or (limits is not None and loads[end] - loads[start] > limits[stage]):
                         break
-                    new = max(value, cost) if minimise_max else value + cost * cost
+                    if costs[count] - costs[end] > room:
+                        continue
+                    new = value + cost * cost if squares else max(value, cost)
                     if end not in row or new < row[end][0]:
                         row[end] = (new, start)
             best.append(row)
@@ -114,12 +114,30 @@ def best_split(
             end = start
         return tuple(reversed(layers))
 
-    smallest_max = run(float("inf"))
+    if limits is not None and not fixed and not _can_hold(loads, limits, least):
+        return None
+    # a cap near the average keeps the table narrow; it grows until a split is found
+    cap = ((costs[count] + first + last) / stages + max(layer_costs)) * (1 + _TOLERANCE)
+    smallest_max = run(cap, squares=False)
+    while smallest_max is None and cap < costs[count] + first + last:
+        cap *= 1.25
+        smallest_max = run(cap, squares=False)
     if smallest_max is None:
         return None
     heaviest = split_costs(layer_costs, smallest_max, first=first, last=last).heaviest
-    layers = run(heaviest * (1 + _TOLERANCE)) or smallest_max
+    layers = run(heaviest * (1 + _TOLERANCE), squares=True) or smallest_max
     return split_costs(layer_costs, layers, first=first, last=last)
+
+
+def _can_hold(loads: Sequence[float], limits: Sequence[float], least: int) -> bool:
+    """Whether the stages, each filled to its limit in turn, take all layers."""
+    start, count = 0, len(loads) - 1
+    for stage, limit in enumerate(limits):
+        end = bisect_right(loads, loads[start] + limit) - 1
+        if end - start < least:
+            return False
+        start = min(end, count - least * (len(limits) - stage - 1))
+    return start == count
 
 
 def _checked_pins(count: int, stages: int, pins: Mapping[int, int], least: int) -> dict[int, int]:

@@ -1,0 +1,166 @@
+"""`shardwise check`: everything about one layout at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import FINDING, OK
+from shardwise.cli import options as opt
+from shardwise.cli.inputs import at_least_one, framework_name, read_cluster, read_layout, read_model, read_source
+from shardwise.cli.render import note, print_findings, print_json, print_lines
+from shardwise.errors import InputError, LayoutError
+from shardwise.spec import grammar
+
+if TYPE_CHECKING:
+    from shardwise.errors import Finding
+    from shardwise.planner.memory import MemoryEstimate
+    from shardwise.planner.step_time import StepTimeEstimate
+    from shardwise.spec.cluster import Cluster
+    from shardwise.spec.layout import Layout
+    from shardwise.spec.model import ModelSpec
+
+
+def check(
+    layout: opt.Words = None,
+    model: opt.Model = None,
+    gpus: opt.Gpus = None,
+    gpu: opt.GpuType = "h100-sxm",
+    gpus_per_node: opt.PerNode = None,
+    interconnect: opt.Interconnect = None,
+    seq_len: opt.SeqLen = 4096,
+    global_batch: opt.GlobalBatch = None,
+    precision: opt.Precision = None,
+    framework: opt.Framework = "bridge",
+    html: opt.Html = None,
+    trace: opt.Trace = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Judge LAYOUT: all findings at once, memory of the heaviest rank and step time.
+
+    Exit code 1 when a rule refuses the layout or it does not fit.
+    """
+    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
+    if not layout:
+        raise InputError(
+            given="check without LAYOUT", why="there is nothing to judge", try_="words like tp=4 pp=2 mbs=1 gbs=512, or a file"
+        )
+    source = read_source(layout, world=gpus)
+    settings = source.settings
+    rules = framework_name(str(settings.get("framework", framework)))
+    world = gpus or _count(settings, "gpus")
+    seq_len = _count(settings, "seq_len") or seq_len
+    chosen = read_layout(source, world=world, gbs=global_batch, precision=precision, framework=rules)
+    spec = read_model(model, settings)
+    if spec is None:
+        raise InputError(given="check without --model", why="heads, layers and memory depend on it", try_="--model llama-3.1-70b")
+    cluster = read_cluster(
+        str(settings.get("gpu", gpu)),
+        world or chosen.world,
+        gpus_per_node=gpus_per_node or _count(settings, "gpus_per_node"),
+        interconnect=interconnect or settings.get("interconnect"),
+    )
+    findings, memory, time = judge_layout(spec, cluster, chosen, seq_len=seq_len, framework=rules)
+    for path, what in ((html, "report"), (trace, "trace")):
+        if path and memory and time:
+            path.write_text(_document(what, spec, cluster, seq_len, chosen, memory, time, findings))
+            note(f"{what} written to {path}")
+    bad = any(finding.severity == "error" for finding in findings) or not (memory and memory.fits)
+    if as_json:
+        print_json(_json(spec, cluster, seq_len, rules, chosen, findings, memory, time))
+    else:
+        _print(spec, cluster, seq_len, rules, chosen, findings, memory, time)
+    return FINDING if bad else OK
+
+
+def _count(settings: dict[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(given=f"{name}: {value!r}", why="it must be a whole number of at least 1", try_=f"{name}: 8")
+    return value
+
+
+def judge_layout(
+    spec: ModelSpec, cluster: Cluster, layout: Layout, *, seq_len: int, framework: str
+) -> tuple[tuple[Finding, ...], MemoryEstimate | None, StepTimeEstimate | None]:
+    """Findings, and the predictions where the layout can be laid out at all."""
+    from shardwise.cli.judging import judge_of, stack_of
+    from shardwise.planner.estimator import Estimator
+
+    findings = tuple(judge_of(spec, cluster, seq_len=seq_len, framework=framework)(layout))
+    estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(framework))
+    try:
+        return findings, estimator.memory(layout), estimator.step_time(layout)
+    except LayoutError as error:
+        seen = {(finding.rule, finding.given) for finding in findings}
+        return (*findings, *(finding for finding in error.findings if (finding.rule, finding.given) not in seen)), None, None
+
+
+def _json(
+    spec: ModelSpec,
+    cluster: Cluster,
+    seq_len: int,
+    rules: str,
+    layout: Layout,
+    findings: tuple[Finding, ...],
+    memory: MemoryEstimate | None,
+    time: StepTimeEstimate | None,
+) -> dict[str, Any]:
+    from shardwise.cli.present import prediction_json
+
+    legal = not any(finding.severity == "error" for finding in findings)
+    answer = prediction_json(layout, memory, time, findings)
+    answer["legal"] = legal
+    return {"model": spec.name, "gpus": cluster.gpus, "gpu": cluster.gpu.name, "seq_len": seq_len, "framework": rules, **answer}
+
+
+def _print(
+    spec: ModelSpec,
+    cluster: Cluster,
+    seq_len: int,
+    rules: str,
+    layout: Layout,
+    findings: tuple[Finding, ...],
+    memory: MemoryEstimate | None,
+    time: StepTimeEstimate | None,
+) -> None:
+    from shardwise.cli.present import print_memory, print_time
+
+    errors = sum(finding.severity == "error" for finding in findings)
+    verdict = f"refused: {errors} error(s)" if errors else "legal"
+    if memory:
+        need = f"{memory.reserved_gib:.1f} GiB reserved of {memory.capacity_gib:.1f}"
+        verdict += f", {'fits' if memory.fits else 'does not fit'} ({need})"
+    print_lines(
+        [
+            f"{spec.name} on {cluster.gpus} x {cluster.gpu.name}, sequence {seq_len}, rules of {rules}",
+            " ".join(grammar.words(layout)),
+            f"DP {layout.dp}, expert DP {layout.edp}, {layout.microbatches} micro batches",
+            verdict,
+            "",
+        ]
+    )
+    print_findings(findings)
+    if memory:
+        print_memory(memory)
+    if time:
+        print_time(time)
+
+
+def _document(
+    what: str,
+    spec: ModelSpec,
+    cluster: Cluster,
+    seq_len: int,
+    layout: Layout,
+    memory: MemoryEstimate,
+    time: StepTimeEstimate,
+    findings: tuple[Finding, ...],
+) -> str:
+    if what == "trace":
+        from shardwise.planner.report.trace import chrome_trace
+
+        return chrome_trace(layout, time)
+    from shardwise.planner.report.plan_page import layout_page
+    from shardwise.planner.search import Plan
+
+    return layout_page(spec, cluster, seq_len, Plan(layout=layout, memory=memory, time=time, findings=findings))

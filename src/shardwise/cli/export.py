@@ -1,0 +1,65 @@
+"""`shardwise export`: a layout as the input of a framework."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli import FINDING, OK
+from shardwise.cli import options as opt
+from shardwise.cli.inputs import at_least_one, framework_name, read_layout, read_source
+from shardwise.cli.render import note, print_json
+from shardwise.errors import InputError
+from shardwise.planner.exporters import READERS, WRITERS, slurm
+
+To = Annotated[str, typer.Option("--to", help=" | ".join(WRITERS))]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="write a file in place of printing", show_default=False)]
+
+
+def export(
+    to: To,
+    layout: opt.Words = None,
+    gpus: opt.Gpus = None,
+    gpus_per_node: opt.PerNode = None,
+    global_batch: opt.GlobalBatch = None,
+    precision: opt.Precision = None,
+    framework: opt.Framework = "bridge",
+    output: Output = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Write LAYOUT for Megatron-LM, Megatron Bridge, torchtitan or SLURM. `shardwise check` reads the result back."""
+    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, global_batch=global_batch)
+    target = {"megatron": "megatron-lm", "bridge": "megatron-bridge", "titan": "torchtitan"}.get(to.lower(), to.lower())
+    if target not in WRITERS:
+        near = get_close_matches(target, WRITERS, n=2, cutoff=0.4) or list(WRITERS)
+        raise InputError(given=f"--to {to}", why="there is no such exporter", try_=" | ".join(near))
+    if not layout:
+        raise InputError(
+            given="export without LAYOUT", why="there is nothing to write", try_="shardwise export tp=4 pp=2 gbs=64 --to slurm"
+        )
+    source = read_source(layout, world=gpus)
+    rules = "torchtitan" if target == "torchtitan" else framework_name(framework)
+    chosen = read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework=rules)
+    text = slurm.write(chosen, gpus_per_node=gpus_per_node or 8) if target == "slurm" else WRITERS[target](chosen)
+    same = READERS[target](text, None) == chosen
+    if output:
+        output.write_text(text)
+        note(f"written to {output}")
+    if as_json:
+        from shardwise.cli.present import layout_json
+
+        print_json({"to": target, "layout": layout_json(chosen), "text": text, "reads_back": same})
+    elif not output:
+        print(text, end="")
+    if not same:
+        note(f"{target} has no setting for some of: " + ", ".join(_lost(chosen, READERS[target](text, None))))
+    return OK if same else FINDING
+
+
+def _lost(before: object, after: object) -> list[str]:
+    from dataclasses import fields
+
+    return [field.name for field in fields(before) if getattr(before, field.name) != getattr(after, field.name)]  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Turns what the user typed into a model, a cluster and a layout. All problems of one input are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import InputError
+from shardwise.planner.exporters import READERS, format_of
+from shardwise.planner.space import SHARDING
+from shardwise.spec import catalog, grammar
+from shardwise.spec.layout import Layout
+from shardwise.spec.ranks import min_world
+
+if TYPE_CHECKING:
+    from shardwise.spec.cluster import Cluster
+    from shardwise.spec.model import ModelSpec
+
+FRAMEWORKS = ("megatron-core", "bridge", "torchtitan", "shardwise")
+# Keys of a YAML file that are not the layout's.
+SETTINGS = ("model", "gpus", "gpu", "gpus_per_node", "interconnect", "seq_len", "framework")
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "fp32": {"param_dtype": "fp32", "master_dtype": None, "grad_dtype": "fp32"},
+    "fp16": {"param_dtype": "fp16"},
+}
+_LIMIT = 1 << 20  # bytes of a layout file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A layout as given: words, the settings a file carried, and the whole layout where an exporter's format was read."""
+
+    words: tuple[str, ...]
+    settings: dict[str, Any]
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a command works on. `given` names the layout fields the user set; the others are defaults."""
+
+    layout: Layout
+    given: tuple[str, ...]
+    framework: str
+    seq_len: int
+    model: ModelSpec | None = None
+    cluster: Cluster | None = None
+
+
+def at_least_one(**counts: int | None) -> None:
+    """Refuse counts below 1, all in one message."""
+    wrong = {name: value for name, value in counts.items() if value is not None and value < 1}
+    if wrong:
+        raise InputError(
+            given=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in wrong.items()),
+            why="counts must be whole numbers of at least 1",
+            try_=", ".join(f"--{name.replace('_', '-')} 1" for name in wrong),
+        )
+
+
+def framework_name(name: str) -> str:
+    known = {"megatron": "megatron-core", "megatron-lm": "megatron-core", "mcore": "megatron-core", "megatron-bridge": "bridge"}
+    word = known.get(name.lower(), name.lower())
+    if word not in FRAMEWORKS:
+        near = get_close_matches(word, FRAMEWORKS, n=1, cutoff=0.4) or FRAMEWORKS
+        raise InputError(given=f"--framework {name}", why="there is no such rule set", try_=" | ".join(near))
+    return word
+
+
+def read_source(words: Sequence[str], *, world: int | None) -> Source:
+    """Layout words, and files among them. Words after a file change what it says."""
+    settings: dict[str, Any] = {}
+    layout: Layout | None = None
+    from_files: list[str] = []
+    for name in (word for word in words if "=" not in word):
+        source = _read_file(Path(name), world)
+        from_files += source.words
+        settings |= source.settings
+        layout = source.layout or layout
+    own = [word for word in words if "=" in word]
+    changed = {grammar.field_of(word.partition("=")[0]) for word in own}
+    kept = [word for word in from_files if grammar.field_of(word.partition("=")[0]) not in changed]
+    return Source(words=(*kept, *own), settings=settings, layout=layout)
+
+
+def _read_file(path: Path, world: int | None) -> Source:
+    text = _text_of(path)
+    kind = format_of(text)
+    if kind is not None:
+        return Source(words=(), settings={}, layout=READERS[kind](text, world))
+    flat = _flatten(_yaml(path, text))
+    settings = {key: flat.pop(key) for key in SETTINGS if key in flat}
+    lines = [f"{key}={_word(value)}" for key, value in flat.items()]
+    if any("." in key for key in flat):  # sections of Megatron Bridge
+        return Source(words=(), settings=settings, layout=READERS["megatron-bridge"]("\n".join(lines), world or settings.get("gpus")))
+    return Source(words=tuple(lines), settings=settings)
+
+
+def _text_of(path: Path) -> str:
+    known = "a LAYOUT word like tp=4, or the path of a YAML file, arguments, overrides, TOML or SLURM script"
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise InputError(given=str(path), why="it is larger than a layout file can be (1 MiB)", try_=known)
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise InputError(given=repr(str(path)), why=f"it is neither key=value nor a readable file ({why})", try_=known) from None
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise InputError(given=str(path), why="it is a binary file", try_=known) from None
+    if "\0" in text:
+        raise InputError(given=str(path), why="it is a binary file", try_=known)
+    return text
+
+
+def _yaml(path: Path, text: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        first = str(error).strip().splitlines() or ["unreadable"]
+        raise InputError(given=str(path), why=f"it is not YAML of keys and values: {first[0]}", try_="lines like `tp: 4`") from None
+    if not isinstance(content, dict) or not content or all(value is None for value in content.values()):
+        raise InputError(
+            given=str(path), why="it holds no keys with values", try_="lines like `tp: 4`, or a format `shardwise export` writes"
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            inner = "" if key in ("layout", "parallelism") and not prefix else f"{prefix}{key}."
+            flat |= _flatten(value, inner)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(str(item) for item in value) + "]"
+    return "none" if value is None else str(value)
+
+
+def read_layout(source: Source, *, world: int | None, gbs: int | None, precision: str | None, framework: str) -> Layout:
+    """The complete layout. Defaults follow the framework (expert tensor size) and what was chosen (number formats)."""
+    words = list(source.words)
+    if gbs is not None:
+        words.append(f"gbs={gbs}")
+    if precision is not None:
+        words.append(f"precision={precision}")
+    values = grammar.read_values(words)
+    base = source.layout
+    if base is None:
+        defaults: dict[str, Any] = dict(_NUMBERS.get(values.get("precision", "bf16"), {}))
+        defaults |= SHARDING.get(values.get("sharding", ""), {})
+        if framework == "megatron-core" and "etp" not in values:
+            defaults["etp"] = values.get("tp", 1)
+        base = Layout().replace(**defaults)
+    layout = grammar.parse(words, world=world, base=base)
+    if source.layout is None and "dp" not in values and world is None:
+        layout = layout.with_world(min_world(layout))
+    if source.layout is None and "gbs" not in values:
+        layout = layout.replace(gbs=layout.mbs * layout.dp)
+    return layout
+
+
+def read_model(name: str | None, settings: Mapping[str, Any]) -> ModelSpec | None:
+    name = name or settings.get("model")
+    return catalog.model(str(name)) if name else None
+
+
+def read_cluster(gpu: str, gpus: int, *, gpus_per_node: int | None, interconnect: str | None) -> Cluster:
+    return catalog.cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect)

@@ -1,0 +1,35 @@
+"""The rule set and the software profile of a framework, ready to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.planner.rules import check_layout
+
+if TYPE_CHECKING:
+    from shardwise.errors import Finding
+    from shardwise.spec.cluster import Cluster
+    from shardwise.spec.layout import Layout
+    from shardwise.spec.model import ModelSpec
+
+# framework whose rules apply: software profile whose measured efficiencies are used
+_STACKS = {"megatron-core": "megatron-lm", "bridge": "megatron-bridge", "torchtitan": "torchtitan", "shardwise": "torchtitan"}
+
+
+def stack_of(framework: str) -> str:
+    return _STACKS[framework]
+
+
+def judge_of(model: ModelSpec, cluster: Cluster, *, seq_len: int, framework: str) -> Callable[[Layout], Sequence[Finding]]:
+    """Findings of a layout of ``model`` on ``cluster``."""
+
+    def judge(layout: Layout) -> Sequence[Finding]:
+        return check_layout(model, layout, cluster, seq_len=seq_len, framework=framework)
+
+    return judge
+
+
+def sizing(model: ModelSpec, cluster: Cluster, seq_len: int, layout: Layout | None) -> Sequence[Finding]:
+    """What the sizing tables suggest, and where ``layout`` departs from them."""
+    return ()

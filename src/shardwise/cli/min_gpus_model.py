@@ -1,0 +1,89 @@
+"""The model half of `shardwise min-gpus`: the smallest world, with its certificate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import FINDING, OK
+from shardwise.cli.inputs import Source, read_cluster, read_layout, read_model
+from shardwise.cli.render import gib, note, print_json, print_lines, print_table
+
+if TYPE_CHECKING:
+    from shardwise.planner.certificate import Certificate
+
+LIMIT = 16384  # GPUs tried when no limit is given
+
+
+def report(
+    model: str,
+    gpu: str,
+    gpus_per_node: int | None,
+    interconnect: str | None,
+    seq_len: int,
+    gbs: int,
+    precision: str,
+    framework: str,
+    *,
+    limit: int | None,
+    as_json: bool,
+) -> int:
+    """Find the smallest world of ``model`` and print it; exit code 1 when none up to the limit fits."""
+    from shardwise.cli.judging import judge_of, stack_of
+    from shardwise.cli.present import print_memory, short
+    from shardwise.planner.certificate import certify
+
+    spec = read_model(model, {})
+    assert spec is not None
+    source = Source(words=(), settings={})
+    base = read_layout(source, world=1, gbs=gbs or 1, precision=precision, framework="bridge")
+    certificate = certify(
+        spec,
+        lambda size: read_cluster(gpu, size, gpus_per_node=gpus_per_node, interconnect=interconnect),
+        base,
+        seq_len=seq_len,
+        framework=framework,
+        stack=stack_of(framework),
+        judge_of=lambda on: judge_of(spec, on, seq_len=seq_len, framework=framework),
+        limit=limit or LIMIT,
+        progress=None if as_json else lambda size: note(f"trying {size} GPUs ..."),
+    )
+    plan = certificate.plan
+    if as_json:
+        print_json(certificate_json(certificate))
+        return OK if plan else FINDING
+    print_lines([f"{spec.name} on {gpu}, sequence {seq_len}", *certificate_lines(certificate)])
+    if plan:
+        print_lines([f"layout: {short(plan.layout)}", ""])
+        print_memory(plan.memory)
+    rows = [(world.gpus, gib(world.least_gib), "yes" if world.fits else "no", world.constraint) for world in certificate.worlds[-12:]]
+    print_table("Least memory any layout needs", ("GPUs", "GiB/GPU", "fits", "what binds"), rows, text=(2, 3), wrap=(3,))
+    return OK if plan else FINDING
+
+
+def certificate_json(certificate: Certificate) -> dict[str, Any]:
+    from shardwise.cli.present import prediction_json
+
+    plan = certificate.plan
+    return {
+        "min_gpus": certificate.min_gpus,
+        "dp": plan.layout.dp if plan else None,
+        "edp": plan.layout.edp if plan else None,
+        "capacity_gib": certificate.capacity_gib,
+        "plan": prediction_json(plan.layout, plan.memory, plan.time, plan.findings) if plan else None,
+        "worlds": [
+            {"gpus": world.gpus, "fits": world.fits, "least_gib": world.least_gib, "constraint": world.constraint}
+            for world in certificate.worlds
+        ],
+    }
+
+
+def certificate_lines(certificate: Certificate) -> list[str]:
+    """Two sentences: the minimum, and why one fewer does not do."""
+    below = [world for world in certificate.worlds if not world.fits]
+    reason = ""
+    if below:
+        last = below[-1]
+        reason = f"{last.gpus} do not: {last.least_gib:.1f} GiB needed of {certificate.capacity_gib:.1f} ({last.constraint})"
+    if certificate.min_gpus is None:
+        return [f"minimum GPUs: more than {certificate.worlds[-1].gpus}", reason]
+    return [f"minimum GPUs: {certificate.min_gpus}", *([reason] if reason else [])]

@@ -1,0 +1,100 @@
+"""`shardwise plan`: ranked layouts of a model on given GPUs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardwise.cli import FINDING, OK
+from shardwise.cli import options as opt
+
+Top = Annotated[int, typer.Option("--top", help="plans to show")]
+Parameters = Annotated[float | None, typer.Option("--parameters", help="of a traced module, instead of --model", show_default=False)]
+Activations = Annotated[
+    float | None, typer.Option("--activation-gib", help="of a traced module: GiB saved for backward per sample", show_default=False)
+]
+Grid = Annotated[str | None, typer.Option("--grid", help="of a traced module: extents, like 2048x2048", show_default=False)]
+Flops = Annotated[
+    float | None, typer.Option("--flops", help="of a traced module: forward and backward FLOPs per sample", show_default=False)
+]
+Spatial = Annotated[bool, typer.Option("--spatial-params", help="of a traced module: shard parameters as large as the grid")]
+
+
+def plan(
+    layout: opt.Words = None,
+    model: opt.Model = None,
+    gpus: opt.Gpus = None,
+    gpu: opt.GpuType = "h100-sxm",
+    gpus_per_node: opt.PerNode = None,
+    interconnect: opt.Interconnect = None,
+    seq_len: opt.SeqLen = 4096,
+    global_batch: opt.GlobalBatch = None,
+    precision: opt.Precision = None,
+    framework: opt.Framework = "bridge",
+    top: Top = 5,
+    html: opt.Html = None,
+    trace: opt.Trace = None,
+    parameters: Parameters = None,
+    activation_gib: Activations = None,
+    grid: Grid = None,
+    flops: Flops = None,
+    spatial_params: Spatial = False,
+    as_json: opt.Json = False,
+) -> int:
+    """Rank the layouts of a model on given GPUs, fastest first, with memory and time term by term.
+
+    LAYOUT words fix a choice (tp=8 keeps the search to TP 8). With --parameters, --activation-gib and --grid instead of
+    --model: the ddp x domain split of any traced module.
+    """
+    from shardwise.cli.inputs import at_least_one, framework_name, read_cluster, read_layout, read_model, read_source
+    from shardwise.errors import InputError
+
+    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top)
+    if parameters is not None or activation_gib is not None or grid is not None:
+        from shardwise.cli.plan_domain import plan_module
+
+        return plan_module(
+            gpu, gpus, gpus_per_node, interconnect, global_batch, parameters, activation_gib, grid, flops, spatial_params, as_json=as_json
+        )
+    missing = [name for name, value in (("--model", model), ("--gpus", gpus), ("--global-batch", global_batch)) if value is None]
+    if missing or model is None or gpus is None or global_batch is None:
+        raise InputError(
+            given="plan without " + ", ".join(missing),
+            why="the search needs the model, the number of GPUs and the samples of a step",
+            try_="shardwise plan --model llama-3.1-70b --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512",
+        )
+    from shardwise.cli import plan_print
+    from shardwise.cli.judging import judge_of, stack_of
+    from shardwise.cli.render import note, print_json
+    from shardwise.planner.estimator import Estimator
+    from shardwise.planner.search import search
+    from shardwise.planner.space import space_of
+
+    rules = framework_name(framework)
+    source = read_source(layout or (), world=gpus)
+    spec, cluster = read_model(model, {}), read_cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect)
+    assert spec is not None
+    base = read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework="bridge")
+    space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
+    estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
+    judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules)
+    result = search(estimator, base, space, judge=judge, top=top, uneven=rules != "torchtitan")
+    certificate = plan_print.certificate_of(spec, cluster, base, seq_len, rules, gpu, gpus_per_node, interconnect, quiet=as_json)
+    if html:
+        from shardwise.planner.report.plan_page import plan_page
+
+        html.write_text(plan_page(spec, cluster, seq_len, result, certificate))
+    best = result.plans[0] if result.plans else None
+    if trace and best:
+        from shardwise.planner.report.trace import chrome_trace
+
+        trace.write_text(chrome_trace(best.layout, best.time))
+    if as_json:
+        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate))
+    else:
+        plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate)
+        for path, what in ((html, "report"), (trace, "trace")):
+            if path:
+                note(f"{what} written to {path}")
+    return OK if result.plans else FINDING

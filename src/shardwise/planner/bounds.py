@@ -1,0 +1,142 @@
+"""Lower bounds of step time and memory: what no way of cutting the pipeline into stages can beat.
+
+The slowest stage is at least as slow as the average one, and holds at least L / p layers of the commonest kind, rounded up.
+For memory, let a rank r with x_r layers of that kind need at least x_r c_r bytes, c_r = state + activations * micro batches
+in flight. If no rank needs more than B, then sum_r floor(B / c_r) >= L; the smallest such B is the bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shardwise.planner import memory, step_time
+from shardwise.planner.activations import layer_input
+from shardwise.planner.estimator import Estimator
+from shardwise.planner.memory import CONTEXT, FSDP
+from shardwise.planner.space import Group, derive
+from shardwise.spec.layout import Layout, Recompute
+
+_ROUNDING = 1e-9
+
+
+class Bounds:
+    """Bounds for layouts of one estimator. Pieces that layouts share are computed once."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        model = estimator.model
+        kinds = {layer: index for index, layer in enumerate(model.kinds)}
+        self._counts = Counter(kinds[layer] for layer in model.layers)
+        self._mtp = Counter(kinds[layer] for layer in model.mtp)
+        self._common, self._common_count = self._counts.most_common(1)[0]
+        self._activations: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._totals: dict[tuple[Any, ...], float] = {}
+        self._params: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
+        self._states: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+    def seconds(self, layout: Layout) -> float:
+        """No way of cutting the layers into the layout's stages makes the step shorter."""
+        forward, backward = self.estimator.layer_seconds(self._common, layout)
+        return self._step(layout, self._micro_batch(layout), layout.vpp, sum(forward) + sum(backward))
+
+    def bytes(self, layout: Layout) -> float:
+        """No way of cutting the layers gives a heaviest rank with less allocated memory."""
+        return self._bytes(layout, layout.recompute, layout.vpp, whole=True)
+
+    def group(self, group: Group) -> tuple[float, float]:
+        """Seconds and bytes that no member of the group goes below.
+
+        Nothing is faster than recomputing nothing with the most virtual stages and weights at hand, and nothing smaller than
+        the smallest recompute choice with one stage per rank: a rank has at least as many micro batches in flight otherwise.
+        """
+        layout = group.layout
+        seconds = self._step(layout, self._micro_batch(layout, gathered=False), max(group.vpp))
+        return seconds, min(self._bytes(layout, each, 1, whole=False) for each in (group.recompute[0], group.recompute[-1]))
+
+    def _step(self, layout: Layout, all_stages: float, vpp: int, layer: float = 0.0) -> float:
+        """``all_stages``: seconds of a micro batch over all ranks; ``layer``: of one layer of the commonest kind."""
+        pp, micro = layout.pp, layout.microbatches
+        average = all_stages / pp
+        slowest = max(average, -(-self._common_count // pp) * layer)
+        if layout.schedule not in ("1f1b", "gpipe"):
+            ideal = micro * slowest
+        elif vpp == 1:
+            ideal = (micro - 1) * slowest + all_stages
+        else:
+            ideal = micro * slowest + (pp - 1) * average / vpp
+        return ideal + self.estimator.rates(layout.precision).step
+
+    def _micro_batch(self, layout: Layout, *, gathered: bool = True) -> float:
+        """Seconds of one micro batch over all stages, forward and backward; without the gathers of FSDP unless ``gathered``."""
+        fully = gathered and layout.sharding in FSDP
+        recompute = layout.recompute
+        key = (
+            layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs, layout.cp_comm, layout.sharding if fully else "",
+            layout.shard_size if fully else 0, recompute.granularity, recompute.modules,
+        )  # fmt: skip
+        found = self._totals.get(key)
+        if found is None:
+            priced = layout if fully else derive(layout, sharding="none")
+            found = 0.0
+            for kind, count in (*self._counts.items(), *self._mtp.items()):
+                forward, backward = self.estimator.layer_seconds(kind, priced)
+                found += count * (sum(forward) + sum(backward))
+            rate = self.estimator.rates(layout.precision)
+            head, lookup = self.estimator._end_work(layout)
+            for work, times in ((head, 1 + sum(self._mtp.values())), (lookup, 1)):
+                found += times * sum(sum(step_time.kernel_cost(part, rate)) for part in work)
+            self._totals[key] = found
+        return found
+
+    def _bytes(self, layout: Layout, recompute: Recompute, vpp: int, *, whole: bool) -> float:
+        """``whole``: count whole layers (tighter, slower)."""
+        state, total = self._state(layout)
+        held, working = self._held(layout, recompute)
+        pp, count = layout.pp, self._common_count
+        kept = memory.in_flight(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
+        costs = [state + held * min(flights) for flights in kept]
+        least = count / sum([1.0 / cost for cost in costs])
+        while whole and sum([int(least / cost + _ROUNDING) for cost in costs]) < count:
+            least = min([(int(least / cost + _ROUNDING) + 1) * cost for cost in costs])
+        return max(least + working, total / pp) + self.estimator.stack.workspace
+
+    def _held(self, layout: Layout, recompute: Recompute) -> tuple[float, float]:
+        """Bytes one layer of the commonest kind keeps per micro batch, and the temporary of its backward pass."""
+        key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs, recompute.granularity, recompute.modules, recompute.num_layers)
+        found = self._activations.get(key)
+        if found is None:
+            saved = self.estimator.layer(self._common, layout)[1]
+            whole_input = layer_input(self.estimator.model, self.estimator._shape(layout))
+            held = memory.activation_bytes(derive(layout, recompute=recompute), saved, whole_input)
+            found = self._activations[key] = (held, saved.working)
+        return found
+
+    def reserved_gib(self, allocated: float) -> float:
+        """What the allocator and the context take when ``allocated`` bytes are in use."""
+        return (allocated * self.estimator.stack.fragmentation + CONTEXT) / memory.GIB
+
+    def _state(self, layout: Layout) -> tuple[float, float]:
+        """Bytes of weights, gradients and optimizer: of one layer of the commonest kind, and of all stages together."""
+        key = (layout.tp, layout.ep, layout.etp, layout.sharding, layout.shard_size, layout.expert_shard_size)
+        found = self._states.get(key)
+        if found is None:
+            dense, expert, all_dense, all_expert = self._split_params(layout)
+            frozen = 1.0 if layout.peft else 0.0
+            one = sum(memory.state_terms(layout, dense, expert, frozen=frozen).values())
+            everything = sum(memory.state_terms(layout, all_dense, all_expert, frozen=frozen).values())
+            found = self._states[key] = (one, everything)
+        return found
+
+    def _split_params(self, layout: Layout) -> tuple[float, float, float, float]:
+        degrees = (layout.tp, layout.ep, layout.etp)
+        found = self._params.get(degrees)
+        if found is None:
+            model = self.estimator.model
+            per_kind = [model.layer_params(kind, *degrees) for kind in model.kinds]
+            one = per_kind[self._common]
+            dense = sum(count * per_kind[kind].dense for kind, count in self._counts.items())
+            expert = sum(count * per_kind[kind].expert for kind, count in self._counts.items())
+            dense += model.embedding_params_on_rank(layout.tp) + (0 if model.tied else model.head_params_on_rank(layout.tp))
+            found = self._params[degrees] = (one.dense, one.expert, dense, expert)
+        return found
