@@ -67,13 +67,15 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def unparse(words: Sequence[str]) -> str:
-    """Text that `parse` reads back to the same words, repeats written as `t*n`."""
+    """Text that `parse` reads back to the same words, repeats written as `t*n` and `(tt|)*n`."""
 
     def word(letters: str) -> str:
         runs = ((letter, len(list(run))) for letter, run in groupby(letters))
         return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
-    return "|".join(word(each) for each in words)
+    *first, last = words
+    stages = ((stage, len(list(run))) for stage, run in groupby(first))
+    return "".join(f"{word(stage)}|" if count == 1 else f"({word(stage)}|)*{count}" for stage, count in stages) + word(last)
 
 
 def from_counts(counts: Sequence[int], mtp: int = 0) -> tuple[str, ...]:
