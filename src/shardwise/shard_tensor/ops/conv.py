@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from shardwise.shard_tensor.channels import Channels, split_channels
 from shardwise.shard_tensor.fallback import replicated
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, with_sizes
+from shardwise.shard_tensor.lean import lean_convolution
 from shardwise.shard_tensor.promote import plain_operand
 from shardwise.shard_tensor.registry import check_promotion, shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -110,8 +111,11 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
     key = ("conv", tuple(weight.shape), bias is None, each(stride, n), padding, each(dilation, n), groups)
     plan = x._spec.cached(key, lambda: _plan(x._spec, n, tuple(weight.shape), bias is not None, *key[3:]))
     x = redistribute(x, plan.source)
-    local = fetch(to_local(x), plan.source, plan.halos)
+    own = to_local(x)
     weight, bias = (plain_operand(w, [plan.source]) for w in (weight, bias))
+    if _keeps_rows_apart(plan, own, n):
+        return from_local(lean_convolution(own, plan.source, plan.halos[0], weight, bias, plan.args), plan.out)
+    local = fetch(own, plan.source, plan.halos)
     if plan.channels is not None:
         local, weight, bias = plan.channels.local(local, weight, bias, plan.source.ndim - n - 1)
     if plan.borders:
@@ -120,6 +124,16 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
         local = grown(local, dim, rows)
     local = CONVOLUTIONS[n](local, weight, bias, *plan.args)
     return from_local(cut(local, plan.out.local_shape), plan.out)
+
+
+def _keeps_rows_apart(plan: _Plan, own: Tensor, n: int) -> bool:
+    """Whether the convolution is one plain call on fetched rows, whose own rows need not be kept twice. Decided from the plan; only
+    whether anything is recorded may differ between ranks, and both ways communicate alike."""
+    if len(plan.halos) != 1 or plan.channels is not None or plan.borders or plan.least or own.ndim != n + 2:
+        return False
+    if not isinstance(plan.halos[0].reads[plan.halos[0].block][0], int):
+        return False
+    return torch.is_grad_enabled() and not torch.is_autocast_enabled(own.device.type) and not torch.compiler.is_compiling()
 
 
 def _plan(
