@@ -97,12 +97,20 @@ def _rows(rng: random.Random, total: int, count: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *cuts], cuts))
 
 
-def run(case: Case) -> tuple[str, str]:
-    """`right`, `refused`, `wrong` or `hung`, with the reason."""
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """kind: `right`, `refused`, `wrong` or `hung`. summary: why, in a line. detail: all that is known."""
+
+    kind: str
+    summary: str = ""
+    detail: str = ""
+
+
+def run(case: Case) -> Verdict:
+    """The case on its ranks against one process."""
 
     def rank_function(rank: int) -> tuple[str, str]:
-        names = tuple("ab"[: len(case.mesh)])
-        world = World(device=torch.device("cpu"), axes=dict(zip(names, case.mesh)))
+        world = World(device=torch.device("cpu"), axes=dict(zip("ab", case.mesh)))
         tensors = whole_inputs(case.sample, sizes=case.sizes, dtype=case.dtype, seed=case.number)
         inputs = [
             x if layout is None else shard(x, world.mesh, placements=layout[0], sizes=layout[1]) for x, layout in zip(tensors, case.layouts)
@@ -119,16 +127,23 @@ def run(case: Case) -> tuple[str, str]:
     try:
         results = run_in_threads(prod(case.mesh), rank_function, TIMEOUT_S)
     except RankHang as error:
-        return "hung", str(error)
+        return Verdict(kind="hung", summary=str(error).partition("\n")[0], detail=str(error))
     except Exception as error:
-        notes = " ".join(getattr(error, "__notes__", []))
-        return "wrong", "".join(traceback.format_exception(error)) if notes == "" else f"{traceback.format_exc()}{notes}"
+        notes = ", ".join(getattr(error, "__notes__", []))
+        return Verdict(kind="wrong", summary=f"{type(error).__name__}: {error} ({notes})", detail=traceback.format_exc())
+    detail = "\n".join(f"rank {rank} {kind}: {text}" for rank, (kind, text) in enumerate(results))
     kinds = {kind for kind, _ in results}
-    if kinds == {"refused"} and len({text for _, text in results}) > 1:
-        return "wrong", "the ranks refuse with different messages:\n" + "\n".join(text for _, text in results)
-    if "wrong" in kinds or len(kinds) > 1:
-        return "wrong", "\n".join(f"rank {rank} {kind}: {text}" for rank, (kind, text) in enumerate(results))
-    return results[0]
+    if kinds == {"right"}:
+        return Verdict(kind="right")
+    if kinds == {"refused"}:
+        texts = {text for _, text in results}
+        if len(texts) == 1:
+            return Verdict(kind="refused", summary=results[0][1].partition("\n")[0], detail=detail)
+        return Verdict(kind="wrong", summary="the ranks refuse with different messages", detail=detail)
+    if kinds == {"wrong"} or kinds == {"wrong", "right"}:
+        text = next(text for kind, text in results if kind == "wrong")
+        return Verdict(kind="wrong", summary=text.splitlines()[-1], detail=detail)
+    return Verdict(kind="wrong", summary="some ranks refuse, others do not", detail=detail)
 
 
 def main() -> int:
@@ -144,20 +159,20 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if options.only is not None:
         case = draw(samples, options.seed, options.only)
-        kind, reason = run(case)
-        print(case, kind, reason, sep="\n")
-        return int(kind in ("wrong", "hung"))
+        verdict = run(case)
+        print(case, verdict.kind, verdict.summary, verdict.detail, sep="\n")
+        return int(verdict.kind in ("wrong", "hung"))
     start = time.monotonic()
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for number in range(options.cases):
         case = draw(samples, options.seed, number)
-        kind, reason = run(case)
-        counts[kind] += 1
-        if kind == "refused":
-            refused[f"{case.sample.name}: {reason.splitlines()[0]}"] += 1
-        elif kind != "right":
-            print(f"{kind}: {case}\n    {_last_line(reason)}", flush=True)
+        verdict = run(case)
+        counts[verdict.kind] += 1
+        if verdict.kind == "refused":
+            refused[f"{case.sample.name}: {verdict.summary}"] += 1
+        elif verdict.kind != "right":
+            print(f"{verdict.kind}: {case}\n    {verdict.summary}", flush=True)
     for text, count in refused.most_common():
         print(f"refused {count} times: {text}")
     print(
@@ -165,11 +180,6 @@ def main() -> int:
         f"{counts['refused']} refused on all ranks, {counts['wrong']} wrong, {counts['hung']} hung"
     )
     return int(counts["wrong"] + counts["hung"] > 0)
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
 
 
 if __name__ == "__main__":
