@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @shard_function(F.embedding)
 def embedding(
-    input: Tensor,  # noqa: A002 - the signature of F.embedding
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -50,12 +50,13 @@ def embedding(
     return from_local(local, spec.with_dims((*spec.shape, weight.shape[1]), [*range(spec.ndim), None], dtype=local.dtype))
 
 
-def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) -> ShardTensor:  # noqa: A002
+def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) -> ShardTensor:
     """Axes that split the table keep doing so; indices split over the same axis are made whole there."""
+    weight = redistribute(weight, weight._spec.gradient())
     spec = weight._spec
     axes = spec.sharded_mesh_dims
     if isinstance(input, ShardTensor):
-        input = redistribute(input, input._spec.replicate([i for i in input._spec.sharded_mesh_dims if i in axes]))  # noqa: A001
+        input = redistribute(input, input._spec.replicate([i for i in input._spec.sharded_mesh_dims if i in axes]))
         ispec, indices = input._spec, input._local_tensor
     else:
         whole = spec.replicate()
