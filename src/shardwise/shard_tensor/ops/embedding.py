@@ -38,8 +38,10 @@ def embedding(
             "it depends on all indices of the batch, of which a rank sees its own",
             f"leave {option} at its default, or gather the indices with full_tensor()",
         )
-    if isinstance(weight, ShardTensor) and weight._spec.sharded_dims:
-        return _split_table(input, weight, padding_idx)
+    if isinstance(weight, ShardTensor):
+        weight = redistribute(weight, weight._spec.gradient())
+        if weight._spec.sharded_dims:
+            return _split_table(input, weight, padding_idx)
     spec = input._spec if isinstance(input, ShardTensor) else weight._spec
     table = plain_operand(weight, [spec])
     if not isinstance(input, ShardTensor):
@@ -52,7 +54,6 @@ def embedding(
 
 def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) -> ShardTensor:
     """Axes that split the table keep doing so; indices split over the same axis are made whole there."""
-    weight = redistribute(weight, weight._spec.gradient())
     spec = weight._spec
     axes = spec.sharded_mesh_dims
     if isinstance(input, ShardTensor):
