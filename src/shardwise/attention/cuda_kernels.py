@@ -6,13 +6,11 @@ are repeated for grouped queries, and causal rectangles are always squares, so a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.attention.kernels import Gradients, Kernel, Result, Terms, _additive, _from_log_sum, _log_sum, _pad_width
+from shardwise.attention.kernels import Gradients, Kernel, Result, Terms, additive_mask, from_log_sum, log_sum_of, pad_width
 
 _aten = torch.ops.aten
 
@@ -29,7 +27,7 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Heads repeated, widths equal and a multiple of 8."""
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     heads = q.shape[1]
-    return _pad_width(q, width), _pad_width(_repeat_heads(k, heads), width), _pad_width(_repeat_heads(v, heads), width)
+    return pad_width(q, width), pad_width(_repeat_heads(k, heads), width), pad_width(_repeat_heads(v, heads), width)
 
 
 def _unprepared(grads: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -48,19 +46,19 @@ def _no_random(q: Tensor) -> Tensor:
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Result:
     out, log_sum, *_ = _aten._scaled_dot_product_flash_attention(*_prepared(q, k, v), 0.0, terms.causal, False, scale=terms.scale)
-    return _from_log_sum(out[..., : v.shape[-1]], log_sum[..., : q.shape[2]], None)
+    return from_log_sum(out[..., : v.shape[-1]], log_sum[..., : q.shape[2]], None)
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result, terms: Terms) -> Gradients:
     query, key, value = _prepared(q, k, v)
     width = query.shape[-1]
     grads = _aten._scaled_dot_product_flash_attention_backward(
-        _pad_width(grad, width),
+        pad_width(grad, width),
         query,
         key,
         value,
-        _pad_width(rows.out, width),
-        _log_sum(rows).contiguous(),
+        pad_width(rows.out, width),
+        log_sum_of(rows).contiguous(),
         None,
         None,
         q.shape[2],
@@ -76,7 +74,7 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result,
 
 def _aligned_mask(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
     """The additive mask for all batch rows and heads, in memory whose rows begin at multiples of 16 elements."""
-    mask = _additive(terms, q, k)
+    mask = additive_mask(terms, q, k)
     if mask is None:
         return None
     columns = k.shape[2]
@@ -87,20 +85,20 @@ def _aligned_mask(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Result:
     mask = _aligned_mask(terms, q, k)
     out, log_sum, *_ = _aten._scaled_dot_product_efficient_attention(*_prepared(q, k, v), mask, True, 0.0, terms.causal, scale=terms.scale)
-    return _from_log_sum(out[..., : v.shape[-1]], log_sum[..., : q.shape[2]], mask)
+    return from_log_sum(out[..., : v.shape[-1]], log_sum[..., : q.shape[2]], mask)
 
 
 def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result, terms: Terms) -> Gradients:
     query, key, value = _prepared(q, k, v)
     width = query.shape[-1]
     grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        _pad_width(grad, width),
+        pad_width(grad, width),
         query,
         key,
         value,
         _aligned_mask(terms, q, k),
-        _pad_width(rows.out, width),
-        F.pad(_log_sum(rows), (0, -q.shape[2] % 32), value=float("inf")),
+        pad_width(rows.out, width),
+        F.pad(log_sum_of(rows), (0, -q.shape[2] % 32), value=float("inf")),
         _no_random(q),
         _no_random(q),
         0.0,
@@ -116,19 +114,19 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Result:
     out, log_sum, *_ = _aten._scaled_dot_product_cudnn_attention(
         *_prepared(q, k, v), mask, True, 0.0, terms.causal, False, scale=terms.scale
     )
-    return _from_log_sum(out[..., : v.shape[-1]], log_sum.reshape(q.shape[:3]), mask)
+    return from_log_sum(out[..., : v.shape[-1]], log_sum.reshape(q.shape[:3]), mask)
 
 
 def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result, terms: Terms) -> Gradients:
     query, key, value = _prepared(q, k, v)
     width = query.shape[-1]
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        _pad_width(grad, width),
+        pad_width(grad, width),
         query,
         key,
         value,
-        _pad_width(rows.out, width),
-        _log_sum(rows)[..., None].contiguous(),
+        pad_width(rows.out, width),
+        log_sum_of(rows)[..., None].contiguous(),
         _no_random(q),
         _no_random(q),
         _aligned_mask(terms, q, k),
@@ -143,18 +141,22 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result,
     return _unprepared(grads, q, k, v)
 
 
-_CHOICES: tuple[tuple[Kernel, Callable[..., bool]], ...] = (
-    (Kernel(name="flash", forward=_flash_forward, backward=_flash_backward, masked=False), torch.backends.cuda.can_use_flash_attention),
-    (Kernel(name="cudnn", forward=_cudnn_forward, backward=_cudnn_backward), torch.backends.cuda.can_use_cudnn_attention),
-    (Kernel(name="efficient", forward=_efficient_forward, backward=_efficient_backward), torch.backends.cuda.can_use_efficient_attention),
-)
+FLASH = Kernel(name="flash", forward=_flash_forward, backward=_flash_backward, masked=False)
+CUDNN = Kernel(name="cudnn", forward=_cudnn_forward, backward=_cudnn_backward)
+EFFICIENT = Kernel(name="efficient", forward=_efficient_forward, backward=_efficient_backward)
+CUDA_KERNELS = (FLASH, CUDNN, EFFICIENT)  # in order of preference
 
 
 def choose_cuda_kernel(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Kernel | None:
     """The first kernel that torch allows for this rectangle, or None."""
     mask = _aligned_mask(terms, q, k)
     parameters = torch.backends.cuda.SDPAParams(*_prepared(q, k, v), mask, 0.0, terms.causal, False)
-    for kernel, usable in _CHOICES:
-        if (mask is None or kernel.masked) and usable(parameters):
+    usable = {
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+    }
+    for kernel in CUDA_KERNELS:
+        if (mask is None or kernel.masked) and usable[kernel.name](parameters):
             return kernel
     return None

@@ -137,7 +137,7 @@ MATH = Kernel(name="math", forward=_math_forward, backward=_math_backward)
 # --- the fused kernels of torch ---------------------------------------------------------------------------------------
 
 
-def _additive(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
+def additive_mask(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
     """`allowed` as an additive mask of the query dtype, [1 or B, 1 or Hq, R, C]."""
     if terms.allowed is None:
         return None
@@ -145,16 +145,16 @@ def _additive(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
 
 
-def _pad_width(x: Tensor, width: int) -> Tensor:
+def pad_width(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _log_sum(rows: Result) -> Tensor:
+def log_sum_of(rows: Result) -> Tensor:
     """Log-sum-exp of merged rows; 0 in rows without a key, whose scores are all -inf."""
     return finite(rows.maximum) + torch.log(rows.total.masked_fill(rows.total == 0, 1.0))
 
 
-def _from_log_sum(out: Tensor, log_sum: Tensor, mask: Tensor | None) -> Result:
+def from_log_sum(out: Tensor, log_sum: Tensor, mask: Tensor | None) -> Result:
     """The kernels report 0 as the log-sum-exp of a row without a key: it is -inf."""
     if mask is not None:
         log_sum = log_sum.masked_fill((mask == -_INF).all(-1), -_INF)
@@ -163,25 +163,25 @@ def _from_log_sum(out: Tensor, log_sum: Tensor, mask: Tensor | None) -> Result:
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Result:
     width = max(q.shape[-1], v.shape[-1])
-    mask = _additive(terms, q, k)
+    mask = additive_mask(terms, q, k)
     out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(
-        _pad_width(q, width), _pad_width(k, width), _pad_width(v, width), 0.0, terms.causal, attn_mask=mask, scale=terms.scale
+        pad_width(q, width), pad_width(k, width), pad_width(v, width), 0.0, terms.causal, attn_mask=mask, scale=terms.scale
     )
-    return _from_log_sum(out[..., : v.shape[-1]], log_sum, mask)
+    return from_log_sum(out[..., : v.shape[-1]], log_sum, mask)
 
 
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Result, terms: Terms) -> Gradients:
     width = max(q.shape[-1], v.shape[-1])
     grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _pad_width(grad, width),
-        _pad_width(q, width),
-        _pad_width(k, width),
-        _pad_width(v, width),
-        _pad_width(rows.out, width),
-        _log_sum(rows),
+        pad_width(grad, width),
+        pad_width(q, width),
+        pad_width(k, width),
+        pad_width(v, width),
+        pad_width(rows.out, width),
+        log_sum_of(rows),
         0.0,
         terms.causal,
-        attn_mask=_additive(terms, q, k),
+        attn_mask=additive_mask(terms, q, k),
         scale=terms.scale,
     )
     return Gradients(q=grad_q[..., : q.shape[-1]], k=grad_k[..., : k.shape[-1]], v=grad_v[..., : v.shape[-1]])
