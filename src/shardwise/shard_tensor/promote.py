@@ -94,7 +94,9 @@ def _as_summand(grad: ShardTensor, spec: ShardTensorSpec, dims: tuple[int, ...])
     if any(not isinstance(have.placements[i], Replicate) for i in others):
         grad = redistribute(grad, have.replicate(others))
         have = grad._spec
-    local = to_local(grad, have)
+    repeated = [i for i in dims if isinstance(have.placements[i], Replicate)]
+    read = tuple(Partial() if i in repeated else p for i, p in enumerate(have.gradient().placements))
+    local = to_local(grad, ShardTensorSpec(have.mesh, read, have.shape, have.sizes, have.dtype, have.stride))
     for dim in have.sharded_dims:  # a shard becomes a whole with zeros elsewhere
         start, stop = have.box()[dim]
         rest = have.shape[dim] - stop
@@ -103,9 +105,8 @@ def _as_summand(grad: ShardTensor, spec: ShardTensorSpec, dims: tuple[int, ...])
             before, after = shape.copy(), shape.copy()
             before[dim], after[dim] = start, rest
             local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
-    repeated = [i for i in dims if isinstance(have.placements[i], Replicate)]
     if any(have.coordinate[i] for i in repeated):  # equal on all ranks of these dims: one of them contributes it
-        local = torch.zeros_like(local)
+        local = local.masked_fill(torch.ones((), dtype=torch.bool, device=local.device), 0)
     pending = tuple(Partial() if i in dims else Replicate() for i in range(have.mesh.ndim))
     return from_local(local, ShardTensorSpec(have.mesh, pending, spec.shape, spec.sizes, local.dtype, spec.stride))
 
