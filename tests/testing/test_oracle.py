@@ -119,6 +119,20 @@ def test_check_of_a_module_takes_its_options(world):
     numerical_shard_tensor_check(world.mesh, Scale(output=1.01), [x], {}, check_grads=False, rtol=0.02, atol=0.0)
 
 
+@ranks(4, mesh={"ddp": 2, "domain": 2})
+def test_check_of_a_module_on_a_mesh_of_two_axes(world):
+    module = nn.Linear(3, 5).double()  # other weights on every rank, until the check
+    for placements in [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Shard(0))]:
+        x = shard(world.randn(6, 5, 3), world.mesh, placements=placements)
+        numerical_shard_tensor_check(world.mesh, module, [x], {})
+
+
+@ranks(2)
+def test_check_of_a_module_in_bf16(world):
+    x = shard(world.randn(12, 3, dtype=torch.float32), world.mesh, dim=0, sizes=(11, 1))
+    numerical_shard_tensor_check(world.mesh, nn.Linear(3, 5), [x], {}, amp=True)
+
+
 def test_saved_bytes_count_each_storage_once_and_whole():
     weight = torch.ones(10, requires_grad=True)
     with measure_saved_bytes([weight]) as saved:

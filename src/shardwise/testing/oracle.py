@@ -88,7 +88,8 @@ def assert_same_as_unsharded(
     step: also compare the weights of the module after one step of gradient descent.
     rtol, atol: by default 1e-10 for fp64 and 2e-5 for fp32, relative to the largest value of the tensor compared.
 
-    Communication: gathers every `ShardTensor` among arguments, outputs and gradients. Raises AssertionError with all differences.
+    The module's gradients are those of this call afterwards. Communication: gathers every `ShardTensor` among arguments, outputs and
+    gradients. Raises AssertionError with all differences.
     """
     _compare(function, function, args, kwargs or {}, grads=grads, step=step, rtol=rtol, atol=atol)
 
@@ -140,6 +141,9 @@ def _compare(
 ) -> None:
     difference = _Difference(rtol=rtol, atol=atol, low=low)
     reference = copy.deepcopy(reference) if isinstance(reference, nn.Module) else reference
+    for module in (ours, reference):
+        if isinstance(module, nn.Module):
+            module.zero_grad()
     names, our_leaves, their_leaves, structure = _arguments(args, kwargs, grads)
     with _full_float32(), torch.set_grad_enabled(grads):
         our_args, our_kwargs = pytree.tree_unflatten(our_leaves, structure)
