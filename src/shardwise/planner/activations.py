@@ -40,6 +40,16 @@ RECOMPUTED = {
     "shared_experts": ("shared_hidden",),
     "mla_up_proj": ("expanded",),
 }
+# Inputs of the modules of Megatron's fine-grained activation offloading.
+OFFLOADED = {
+    "expert_fc1": ("moe_input",),
+    "moe_act": ("moe_hidden",),
+    "fused_group_mlp": ("moe_input", "moe_hidden", "moe_act"),
+    "attn_norm": ("norm_input",),
+    "qkv_linear": ("norm_output",),
+    "core_attn": ("qkv", "expanded", "scores"),
+    "attn_proj": ("attention_output",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +65,8 @@ class Saved:
     def total(self) -> float:
         return sum(self.parts.values())
 
-    def after(self, recompute: Recompute) -> float:
-        """Bytes kept when the modules of a selective recompute list are dropped."""
+    def after(self, recompute: Recompute, offloaded: tuple[str, ...] = ()) -> float:
+        """Bytes kept on the GPU when the modules of a selective recompute list are dropped and others moved to the host."""
         if "layer" in recompute.modules:  # torchtitan: every second layer
             return (self.total + self.input) / 2
         if "op" in recompute.modules:
@@ -66,6 +76,7 @@ class Saved:
                 + self.products / 2
             )
         dropped = {part for name in recompute.modules for part in RECOMPUTED.get(name, ())}
+        dropped |= {part for name in offloaded for part in OFFLOADED.get(name, ())}
         return sum(size for part, size in self.parts.items() if part not in dropped)
 
 
@@ -137,6 +148,8 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
         parts["moe_input"] = copy * width * received
         parts["moe_hidden"] = BF16 * up * received
         parts["moe_act"] = copy * ffn * received
+        if not mlp.gated:  # activation and scaling by the router's probabilities are two kernels
+            parts["moe_act"] += BF16 * ffn * received
         parts["router"] = float(ROUTER_BYTES * mlp.experts * shape.routed_tokens)
         if mlp.latent:
             parts["latent"] = BF16 * (width + hidden) * shape.routed_tokens
@@ -147,7 +160,7 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
         working = max(working, BF16 * (width + up + ffn) * received)
         products += BF16 * (up + width) * received
         if shape.dispatcher == "allgather":
-            parts["moe_gathered"] = BF16 * width * shape.routed_tokens * shape.ep * shape.etp
+            parts["moe_gathered"] = 3 * BF16 * width * shape.routed_tokens * shape.ep * shape.etp
     return Saved(parts=parts, working=working, input=layer_input(model, shape), products=products)
 
 

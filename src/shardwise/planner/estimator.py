@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from shardwise.planner import comm, memory, step_time
 from shardwise.planner.activations import Saved, layer_input, saved_by_layer, weight_sizes
@@ -18,9 +20,9 @@ from shardwise.planner.rates import DEFAULT_PROFILE, Profile, Rates, profile, ra
 from shardwise.planner.step_time import TERMS, ZERO, Cost, StepTimeEstimate
 from shardwise.spec.blocks import Mla, Params
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, Recompute
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.stages import split, stage_params
+from shardwise.spec.stages import rank_of_stage, split, stage_params
 
 # Recomputed modules and the parts of `LayerWork` that run again.
 RECOMPUTED_WORK = {
@@ -46,9 +48,19 @@ class Chunk:
     head: bool
     params: Params
 
-    @property
-    def count(self) -> int:
-        return sum(count for _, count in self.layers) + sum(count for _, count in self.mtp)
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What activations depend on."""
+        return (self.layers, self.mtp, self.embedding, self.head)
+
+
+class ChunkMemory(NamedTuple):
+    """Bytes of one micro batch of a chunk: kept for backward, largest temporary, loss; and parameters of its largest layer."""
+
+    saved: float
+    working: float
+    loss: float
+    largest: int
 
 
 class Estimator:
@@ -70,6 +82,7 @@ class Estimator:
         self._costs: dict[tuple[object, ...], tuple[Cost, Cost]] = {}
         self._ends: dict[tuple[object, ...], tuple[Work, Work]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[Chunk, ...], ...]] = {}
+        self._chunks: dict[tuple[object, ...], ChunkMemory] = {}
         self._flops: dict[int, float] = {}
 
     # pieces -----------------------------------------------------------------------------------------------------------
@@ -121,11 +134,10 @@ class Estimator:
             return ()
         return tuple(part for name in recompute.modules for part in RECOMPUTED_WORK.get(name, ()))
 
-    def layer_seconds(self, kind: int, layout: Layout) -> tuple[Cost, Cost]:
-        """Forward and backward seconds of one layer, by term."""
+    def _cost_key(self, layout: Layout) -> tuple[object, ...]:
+        """What the seconds of a layer depend on."""
         recompute = layout.recompute
-        key = (
-            kind,
+        return (
             *self._shape_key(layout),
             recompute.granularity,
             recompute.modules,
@@ -133,10 +145,15 @@ class Estimator:
             layout.overlap_tp,
             layout.overlap_moe,
             layout.peft,
-            layout.sharding,
+            layout.sharding if layout.sharding in FSDP else "",
             layout.shard_size if layout.sharding in FSDP else 0,
+            layout.reshard_after_forward,
             layout.cuda_graphs,
         )
+
+    def layer_seconds(self, kind: int, layout: Layout) -> tuple[Cost, Cost]:
+        """Forward and backward seconds of one layer, by term."""
+        key = (kind, *self._cost_key(layout))
         found = self._costs.get(key)
         if found is None:
             found = self._costs[key] = self._price_layer(kind, layout)
@@ -214,7 +231,8 @@ class Estimator:
             ranks[stage.rank].append(chunk)
             if layout.schedule == "dualpipe":
                 ranks[layout.pp - 1 - stage.rank].append(chunk)
-        return tuple(tuple(chunks) for chunks in ranks)
+        same: dict[tuple[Chunk, ...], tuple[Chunk, ...]] = {}
+        return tuple(same.setdefault(tuple(chunks), tuple(chunks)) for chunks in ranks)
 
     # memory -----------------------------------------------------------------------------------------------------------
 
@@ -222,7 +240,15 @@ class Estimator:
         """Peak memory of the heaviest rank."""
         group = layout.vpp_group or layout.pp
         kept = memory.in_flight(layout.schedule, layout.pp, layout.vpp, group, max(1, layout.microbatches))
-        stages = [self._stage_memory(layout, chunks, kept[rank]) for rank, chunks in enumerate(self.stages(layout))]
+        fixed: dict[int, tuple[dict[str, float], tuple[ChunkMemory, ...]]] = {}
+        stages = []
+        for chunks, flight in zip(self.stages(layout), kept):
+            found = fixed.get(id(chunks))
+            if found is None:
+                found = fixed[id(chunks)] = self._stage_memory(layout, chunks)
+            terms, held = found
+            counts = flight if len(flight) == len(held) else flight * len(held)
+            stages.append({**terms, "activations": sum(each.saved * count for each, count in zip(held, counts))})
         totals = [sum(terms.values()) for terms in stages]
         stage = max(range(layout.pp), key=totals.__getitem__)
         allocated = totals[stage]
@@ -238,53 +264,65 @@ class Estimator:
             fits=reserved + CONTEXT <= capacity,
         )
 
-    def _stage_memory(self, layout: Layout, chunks: tuple[Chunk, ...], kept: tuple[int, ...]) -> dict[str, float]:
-        model, shape = self.model, self._shape(layout)
+    def _stage_memory(self, layout: Layout, chunks: tuple[Chunk, ...]) -> tuple[dict[str, float], tuple[ChunkMemory, ...]]:
+        """Terms of a rank that do not depend on the micro batches in flight, and its chunks."""
         dense = sum(chunk.params.dense for chunk in chunks)
         expert = sum(chunk.params.expert for chunk in chunks)
         terms = memory.state_terms(layout, dense, expert, frozen=1.0 if layout.peft else 0.0)
-        whole_input = layer_input(model, shape)
-        recompute = layout.recompute
-        activations = working = loss = 0.0
-        largest = Params(0)
-        for chunk, flight in zip(chunks, kept if len(kept) == len(chunks) else kept * len(chunks)):
-            saved_bytes = 0.0
-            block = recompute.num_layers or 0 if recompute.method == "block" else 0
-            for kind, count in (*chunk.layers, *chunk.mtp):
-                saved = self.layer(kind, layout)[1]
-                held = memory.activation_bytes(layout, saved, whole_input)
-                if recompute.method == "block" and recompute.granularity == "full":
-                    dropped = min(block, count)
-                    block -= dropped
-                    saved_bytes += dropped * whole_input + (count - dropped) * saved.total
-                else:
-                    saved_bytes += count * held
-                extra = saved.total * max(1, recompute.num_layers or 1) if recompute.granularity == "full" else saved.total - held
-                working = max(working, saved.working + extra)
-                params = model.layer_params(model.kinds[kind], layout.tp, layout.ep, layout.etp)
-                if params.total > largest.total:
-                    largest = params
-            if chunk.embedding:
-                saved_bytes += (2.0 + bool(model.dropout)) * model.hidden * shape.split_tokens
-            if chunk.head:
-                saved_bytes += 2 * whole_input
-                depth = 1 + sum(count for _, count in chunk.mtp)
-                vocab = model.padded_vocab(layout.tp) / layout.tp
-                loss = memory.loss_bytes(layout, shape.tokens, vocab, self.stack.logit_bytes)
-                saved_bytes += (depth - 1) * (4 * whole_input + 2.0 * shape.tokens * vocab)
-            activations += saved_bytes * flight
-        terms["activations"] = activations
-        terms["loss"] = max(0.0, loss - working)
+        held = tuple(self._chunk_memory(layout, chunk) for chunk in chunks)
+        working = max(each.working for each in held)
+        terms["loss"] = max(0.0, max(each.loss for each in held) - working)
         terms["working_set"] = working
         terms["gathered"] = 0.0
         if layout.sharding in FSDP and layout.shard_size > 1:
-            ends = sum(chunk.embedding * model.embedding_params_on_rank(layout.tp) for chunk in chunks)
-            ends += sum(chunk.head * (not (model.tied and chunk.embedding)) * model.head_params_on_rank(layout.tp) for chunk in chunks)
-            terms["gathered"] = 2.0 * 2 * largest.total + 2.0 * ends + 6.0 * largest.total
+            largest = max(each.largest for each in held)
+            terms["gathered"] = 10.0 * largest + 2.0 * self._root_params(layout, chunks)
         elif self.stack.weight_gradients and layout.peft is None:
             terms["weight_gradient_buffers"] = 2.0 * self._weight_shapes(layout, chunks)
         terms["framework"] = self.stack.workspace
-        return terms
+        return terms, held
+
+    def _chunk_memory(self, layout: Layout, chunk: Chunk) -> ChunkMemory:
+        key = (chunk.key, *self._shape_key(layout), layout.recompute, layout.offload, layout.cross_entropy, layout.vpp > 1)
+        found = self._chunks.get(key)
+        if found is None:
+            found = self._chunks[key] = self._hold_chunk(layout, chunk)
+        return found
+
+    def _hold_chunk(self, layout: Layout, chunk: Chunk) -> ChunkMemory:
+        model, shape, recompute = self.model, self._shape(layout), layout.recompute
+        full = recompute.granularity == "full"
+        whole_input = layer_input(model, shape)
+        saved_bytes = working = loss = 0.0
+        largest = 0
+        block = recompute.num_layers or 0 if full and recompute.method == "block" else 0
+        for kind, count in (*chunk.layers, *chunk.mtp):
+            saved = self.layer(kind, layout)[1]
+            held = memory.activation_bytes(layout, saved, whole_input)
+            dropped = min(block, count)
+            block -= dropped
+            saved_bytes += dropped * whole_input + (count - dropped) * held
+            extra = saved.total * max(1, recompute.num_layers or 1) if full else saved.total - held
+            if layout.offload.activation_modules:  # one layer each being computed, sent and fetched
+                extra += 2 * (saved.total - saved.after(Recompute(), layout.offload.activation_modules))
+            working = max(working, saved.working + extra)
+            largest = max(largest, model.layer_params(model.kinds[kind], layout.tp, layout.ep, layout.etp).total)
+        if chunk.embedding:
+            saved_bytes += (2.0 + bool(model.dropout)) * model.hidden * shape.split_tokens
+        if chunk.head:
+            depth = sum(count for _, count in chunk.mtp)
+            vocab = model.padded_vocab(layout.tp) / layout.tp
+            loss = memory.loss_bytes(layout, shape.tokens, vocab, self.stack.logit_bytes)
+            saved_bytes += 2 * whole_input + depth * (4 * whole_input + 2.0 * shape.tokens * vocab)
+        if layout.offload.activation_layers:
+            saved_bytes *= max(0.0, 1 - layout.offload.activation_layers / max(1, model.num_layers))
+        return ChunkMemory(saved=saved_bytes, working=working, loss=loss, largest=largest)
+
+    def _root_params(self, layout: Layout, chunks: tuple[Chunk, ...]) -> int:
+        """Parameters of embedding and head, which FSDP gathers as one group."""
+        model = self.model
+        ends = sum(chunk.embedding * model.embedding_params_on_rank(layout.tp) for chunk in chunks)
+        return ends + sum(chunk.head * (not (model.tied and chunk.embedding)) * model.head_params_on_rank(layout.tp) for chunk in chunks)
 
     def _weight_shapes(self, layout: Layout, chunks: tuple[Chunk, ...]) -> float:
         """Elements of the distinct weight shapes of a rank's layers (one expert stands for all)."""
@@ -299,26 +337,36 @@ class Estimator:
         """Seconds of one step and what they are spent on."""
         rate = self.rates(layout.precision)
         ranks = self.stages(layout)
-        costs = [self._stage_cost(layout, chunks, rate) for chunks in ranks]
-        pairs = tuple((sum(forward), sum(backward)) for forward, backward in costs)
+        same = {id(chunks): chunks for chunks in ranks}
+        shared = (*self._cost_key(layout), layout.cross_entropy)
+        cost_of = {key: self._stage_cost(layout, chunks, shared) for key, chunks in same.items()}
+        pair_of = {key: (sum(forward), sum(backward)) for key, (forward, backward) in cost_of.items()}
+        pairs = tuple(pair_of[id(chunks)] for chunks in ranks)
         boundary = 2.0 * self.model.hidden * self._shape(layout).split_tokens
         stride = layout.tp * layout.cp * layout.dp
         send = comm.send_seconds(boundary, stride, self.cluster.domain, rate.links) * rate.exposed_pp if layout.pp > 1 else 0.0
-        busy, bubble, exposed_send = step_time.pipeline_seconds(layout, pairs, send)
-        critical = max(range(layout.pp), key=lambda rank: sum(pairs[rank]))
+        if layout.schedule in ("1f1b", "gpipe") or layout.pp == 1:
+            busy, bubble, exposed_send = step_time.pipeline_seconds(layout, pairs, send)
+        else:
+            busy = max(1, layout.microbatches) * max(sum(pair) for pair in pairs)
+            busy /= 2 if layout.schedule == "dualpipe" else 1  # a rank runs each of its two stages for half of the micro batches
+            order = self._in_token_order(layout, ranks, shared)
+            busy, bubble, exposed_send = step_time.scheduled_seconds(layout, order, busy, send)
+        critical = max(same, key=lambda key: sum(pair_of[key]))
         micro = max(1, layout.microbatches)
-        per_term = step_time.add(costs[critical][0], costs[critical][1])
-        terms = {name: value * micro for name, value in zip(TERMS, per_term)}
+        terms = {name: (ahead + behind) * micro for name, ahead, behind in zip(TERMS, *cost_of[critical])}
+        if layout.schedule == "dualpipe" and layout.pp > 1:
+            terms = {name: value / 2 for name, value in terms.items()}
         terms["bubble"] = bubble
         terms["pp"] = exposed_send
         tail = optimizer = 0.0
-        for rank, chunks in enumerate(ranks):
+        for key, chunks in same.items():
             dense = sum(chunk.params.dense for chunk in chunks)
             expert = sum(chunk.params.expert for chunk in chunks)
             if layout.peft:
                 dense, expert = dense * 0.01, 0
-            window = pairs[rank][1] * (1 + min(1.0, (micro - 1) / max(1, layout.pp)))
-            exposed, _ = step_time.data_parallel_seconds(layout, dense, expert, self.cluster.domain, rate, window, stride=layout.tp)
+            window = pair_of[key][1] * (1 + min(1.0, (micro - 1) / max(1, layout.pp)))
+            exposed = step_time.data_parallel_seconds(layout, dense, expert, self.cluster.domain, rate, window)
             tail = max(tail, exposed)
             optimizer = max(optimizer, step_time.optimizer_bytes(layout, dense, expert) / rate.optimizer)
         terms["dp"] = tail
@@ -336,19 +384,44 @@ class Estimator:
             mfu=flops / self.cluster.gpu.peak(layout.precision),
         )
 
-    def _stage_cost(self, layout: Layout, chunks: tuple[Chunk, ...], rate: Rates) -> tuple[Cost, Cost]:
+    def _in_token_order(
+        self, layout: Layout, ranks: tuple[tuple[Chunk, ...], ...], shared: tuple[object, ...]
+    ) -> list[tuple[Cost, Cost]]:
+        """Costs of the virtual stages as a token meets them."""
+        used = [0] * layout.pp
+        costs = []
+        for stage in range(layout.stages):
+            rank = rank_of_stage(layout, stage)
+            costs.append(self._chunk_cost(layout, ranks[rank][used[rank]], shared))
+            used[rank] += 1
+        return costs
+
+    def _stage_cost(self, layout: Layout, chunks: tuple[Chunk, ...], shared: tuple[object, ...]) -> tuple[Cost, Cost]:
+        """Forward and backward seconds of one micro batch on a rank; ``shared`` is what all its chunks depend on."""
+        if len(chunks) == 1:
+            return self._chunk_cost(layout, chunks[0], shared)
+        costs = [self._chunk_cost(layout, chunk, shared) for chunk in chunks]
+        return tuple(map(sum, zip(*(ahead for ahead, _ in costs)))), tuple(map(sum, zip(*(behind for _, behind in costs))))
+
+    def _chunk_cost(self, layout: Layout, chunk: Chunk, shared: tuple[object, ...]) -> tuple[Cost, Cost]:
+        key = (chunk.key, shared)
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = self._price_chunk(layout, chunk)
+        return found
+
+    def _price_chunk(self, layout: Layout, chunk: Chunk) -> tuple[Cost, Cost]:
         forward, backward = ZERO, ZERO
-        for chunk in chunks:
-            for kind, count in (*chunk.layers, *chunk.mtp):
-                ahead, behind = self.layer_seconds(kind, layout)
-                forward, backward = step_time.add(forward, ahead, count), step_time.add(backward, behind, count)
-            heads = chunk.head + sum(count for _, count in chunk.mtp)
-            if heads or chunk.embedding:
-                head, lookup = self._end_work(layout)
-                for work, times in ((head, heads), (lookup, int(chunk.embedding))):
-                    if times:
-                        forward = step_time.add(forward, step_time.kernel_cost(work[0], rate), times)
-                        backward = step_time.add(backward, step_time.kernel_cost(work[1], rate), times)
+        for kind, count in (*chunk.layers, *chunk.mtp):
+            ahead, behind = self.layer_seconds(kind, layout)
+            forward, backward = step_time.add(forward, ahead, count), step_time.add(backward, behind, count)
+        rate = self.rates(layout.precision)
+        head, lookup = self._end_work(layout)
+        heads = chunk.head + sum(count for _, count in chunk.mtp)
+        for work, times in ((head, heads), (lookup, int(chunk.embedding))):
+            if times:
+                forward = step_time.add(forward, step_time.kernel_cost(work[0], rate), times)
+                backward = step_time.add(backward, step_time.kernel_cost(work[1], rate), times)
         return forward, backward
 
     def model_flops_per_token(self) -> float:

@@ -19,6 +19,7 @@ from shardwise.spec.schedules import actions, peak_held
 GIB = 2**30
 CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocator
 FSDP = ("fsdp2", "megatron_fsdp")
+LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
 # Bytes per logit at the peak of a fused loss (gradient written over the logits) and of one computed in chunks.
 FUSED_LOSS, CHUNKED_LOSS = 4.0, 0.5
 
@@ -82,6 +83,7 @@ def state_terms(layout: Layout, dense: float, expert: float, *, frozen: float = 
     moments = {"adam": 2, "sgd": 1, "muon": 1}[layout.optimizer] * DTYPE_BYTES[layout.moment_dtype]
     master = DTYPE_BYTES[layout.master_dtype] if layout.master_dtype else 0
     trained = 1.0 - frozen
+    cached += LOW_PRECISION_SCRATCH if low else 0.0
     return {
         "weights": weight_held * weight_bytes,
         "low_precision_weights": cached,
@@ -95,9 +97,7 @@ def activation_bytes(layout: Layout, saved: Saved, whole_input: float) -> float:
     recompute = layout.recompute
     if recompute.granularity == "full":
         return whole_input / max(1, recompute.num_layers or 1) if recompute.method != "block" else saved.total
-    if recompute.granularity == "selective":
-        return saved.after(recompute)
-    return saved.total
+    return saved.after(recompute, layout.offload.activation_modules)
 
 
 def loss_bytes(layout: Layout, tokens: float, vocab_share: float, unfused: float) -> float:

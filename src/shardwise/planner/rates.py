@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from shardwise.planner.comm import Links
 from shardwise.spec.cluster import Cluster, Gpu
@@ -77,11 +78,20 @@ class Rates:
 Table = Mapping[str, Mapping[str, float]]
 
 
+def _load(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("shardwise.planner").joinpath("data", name).read_text(encoding="utf-8"))
+
+
 @cache
 def efficiency() -> dict[str, dict[str, dict[str, float]]]:
-    """Contents of ``data/efficiency.toml``."""
-    text = resources.files("shardwise.planner").joinpath("data", "efficiency.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    """Contents of ``data/efficiency.toml``: what was fitted."""
+    return _load("efficiency.toml")
+
+
+@cache
+def frameworks() -> dict[str, dict[str, float]]:
+    """Contents of ``data/frameworks.toml``: what stacks keep in memory."""
+    return _load("frameworks.toml")
 
 
 def _entry(tables: Mapping[str, Mapping[str, float]], keys: tuple[str, ...]) -> dict[str, float]:
@@ -99,7 +109,8 @@ def profile(name: str = DEFAULT_PROFILE, data: Mapping[str, Table] | None = None
     """The profile called ``name`` (``framework`` or ``framework/release``); unknown releases take the framework's numbers."""
     tables = (data or efficiency())["profile"]
     framework = name.split("/", maxsplit=1)[0]
-    entry = _entry(tables, ("default", framework, name))
+    keys = ("default", framework, name)
+    entry = _entry(tables, keys) | _entry(frameworks(), keys)
     return Profile(
         name=name,
         speed=entry["speed"],

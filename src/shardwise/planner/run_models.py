@@ -44,6 +44,7 @@ MAMBA = (
 LATENT_MOE = ((r"nemotron-3-super", 1024), (r"nemotron-3-ultra", 2048))
 MTP = ((r"deepseek-?v3|glm-?5", 1), (r"nemotron-3-super|lightning", 2))
 DEFAULT_VOCAB = 50257  # GPT-2 tokenizer
+VOCABS = ((r"nemotron-?3", 131072), (r"nemotron-?4|gpt3_15b", 256000), (r"deepseekv3", 129280), (r"mixtral", 32000))
 
 
 class Inexpressible(Exception):
@@ -138,7 +139,7 @@ def model_from_row(row: Row) -> ModelSpec:
     spec = ModelSpec(
         name=name,
         hidden=hidden,
-        vocab=number(row, "vocab") or DEFAULT_VOCAB,
+        vocab=number(row, "vocab") or int((_find(VOCABS, name) or ("", DEFAULT_VOCAB))[1]),  # type: ignore[call-overload]
         layers=_layers(row, name, kind, layers, mixer, mlp, moe),
         tied=(row.get("tie_embeddings") or "").strip().lower() == "yes",
         norm_bias=bool(LAYER_NORM.search(name)),

@@ -59,6 +59,7 @@ PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "h800": 989e12, "b200":
 TEST_CASES: dict[str, dict[str, Any]] = {
     "uneven_pipeline": {"first_stage_layers": 2, "last_stage_layers": 2},
     "tunable_overlap": {"vpp_group": 5},
+    "fine_grained_offloading": {"offload": Offload(activation_modules=("core_attn", "expert_fc1"))},
 }
 SCHEDULES = {"ZB-2p": "zb-h2", "ZB-1p": "zb-h1", "ZB-V": "zbv", "DualPipe": "dualpipe"}
 
@@ -71,7 +72,7 @@ class Source:
     flops: str
     memory: str
     comparable: bool
-    heads: int | None
+    defaults: Mapping[str, str]
     layout: Mapping[str, Any]
 
 
@@ -125,7 +126,7 @@ def source_of(row: Row) -> Source:
             flops=entry["flops"],
             memory=entry["memory"],
             comparable=entry.get("comparable", True),
-            heads=entry.get("heads"),
+            defaults=entry.get("defaults", {}),
             layout={**entry["layout"], **_recipe(source, row.get("model_name", ""))},
         )
     raise Inexpressible("no source entry matches")
@@ -267,6 +268,7 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         fields["pipeline_layout"], vpp = words, len(words) // pp
     elif model.num_layers % (pp * vpp) and (model.num_layers + 2) % (pp * vpp) == 0:
         fields["account_for_embedding"] = fields["account_for_loss"] = True
+    fields["offload"] = parse_offload(row.get("offload", ""))
     for word, changes in TEST_CASES.items():
         if word in model.name:
             fields.update(changes)
@@ -285,7 +287,6 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         schedule=schedule,  # type: ignore[arg-type]
         precision=PRECISIONS.get(row.get("precision", ""), "bf16"),  # type: ignore[arg-type]
         recompute=recompute,
-        offload=parse_offload(row.get("offload", "")),
         **fields,
     )
     if layout.microbatches < 1:
@@ -295,12 +296,11 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
 
 def _layout_with_mtp(model: ModelSpec, stages: int) -> tuple[str, ...] | None:
     """Stages of equal size but the last, which also has MTP and loss and counts them as three layers (Bridge's DeepSeek layouts)."""
-    layers = model.num_layers
-    each = -(-(layers + 3) // stages)
-    counts = [min(each, max(0, layers - each * stage)) for stage in range(stages - 1)]
-    counts.append(layers - sum(counts))
-    if counts[-1] < 0 or counts[-1] > each:
+    each, over = divmod(model.num_layers + 3, stages)
+    if each < 3:
         return None
+    counts = [each + (stage < over) for stage in range(stages)]
+    counts[-1] -= 3
     words = ["t" * count for count in counts]
     words[0] = "E" + words[0]
     words[-1] += "m" * len(model.mtp) + "L"
@@ -362,7 +362,8 @@ def measured_seconds(row: Row, model: ModelSpec, source: Source, seq_len: int, g
 def run_from_row(row: Row) -> Run:
     """A row as a `Run`. Raises `Inexpressible` with the reason when it cannot be."""
     source = source_of(row)
-    model = model_from_row(row if row.get("num_heads") or not source.heads else {**row, "num_heads": str(source.heads)})
+    row = {**row, **{column: value for column, value in source.defaults.items() if not row.get(column)}}
+    model = model_from_row(row)
     seq_len = required(row, "seq_len")
     layout = layout_from_row(row, model, source)
     cluster = cluster_from_row(row)

@@ -17,6 +17,7 @@ from shardwise.planner.kernels import Work
 from shardwise.planner.layer_work import LayerWork
 from shardwise.planner.rates import Rates
 from shardwise.spec.layout import DTYPE_BYTES, Layout
+from shardwise.spec.schedules import StageTimes, makespan
 
 TERMS = ("matmul", "experts", "attention", "memory_bound", "host", "tp", "cp", "ep", "fsdp")
 GRAPHED = 0.2  # host time of a kernel inside a CUDA graph, relative to one outside
@@ -132,66 +133,53 @@ def layer_costs(
     return add(forward, forward_comm), add(backward, backward_comm)
 
 
-def bubble_factor(layout: Layout, forward: float, backward: float) -> float:
-    """Idle seconds of the critical rank per step, for equal stages with these times per micro batch."""
-    p, v = layout.pp, layout.vpp
-    if p == 1:
-        return 0.0
-    weight = backward / 2
-    match layout.schedule:
-        case "zb-h1":
-            return (p - 1) * max(0.0, forward + backward - 2 * weight)
-        case "zb-h2" | "zbv":
-            return 0.0
-        case "dualpipe" | "dualpipev":
-            return max(0.0, (p / 2 - 1) * (forward + backward - 3 * weight + backward))
-        case _:
-            return (p - 1) * (forward + backward) / v
-
-
 def pipeline_seconds(layout: Layout, stages: Sequence[tuple[float, float]], send: float) -> tuple[float, float, float]:
-    """(busy, bubble, point-to-point) seconds of all micro batches; ``send`` is one boundary message in one direction."""
+    """(busy, bubble, point-to-point) seconds of all micro batches under 1F1B or GPipe, plain or interleaved.
+
+    Closed forms of what their action lists take. ``send`` is one boundary message in one direction.
+    """
     m, p, v = max(1, layout.microbatches), layout.pp, layout.vpp
     totals = [forward + backward for forward, backward in stages]
     slowest = max(totals)
     busy = m * slowest
     if p == 1:
         return busy, 0.0, 0.0
-    mean_forward = sum(forward for forward, _ in stages) / p
-    mean_backward = sum(backward for _, backward in stages) / p
-    if layout.schedule in ("1f1b", "gpipe") and v == 1:
-        bubble = sum(totals) - slowest
-    else:
-        bubble = bubble_factor(layout, mean_forward, mean_backward)
+    bubble = sum(totals) - slowest if v == 1 else (p - 1) * sum(totals) / p / v
     exposed = 2.0 * send * (p - 1)
     if v == 1 or not layout.overlap_p2p:
         exposed += 2.0 * send * m * v
     return busy, bubble, exposed
 
 
-def data_parallel_seconds(
-    layout: Layout, dense: float, expert: float, domain: int, rates: Rates, window: float, *, stride: int
-) -> tuple[float, float]:
-    """(exposed, total) seconds of gradient reduction and parameter gathering at the end of a step (not FSDP).
+def scheduled_seconds(layout: Layout, stages: Sequence[tuple[Cost, Cost]], busy: float, send: float) -> tuple[float, float, float]:
+    """The same for any schedule, by running its action lists; ``stages`` are the virtual stages in token order.
+
+    Half of the matrix products of a backward pass are weight gradients, the rest of it is needed upstream.
+    """
+    products = [TERMS.index("matmul"), TERMS.index("experts")]
+    times = []
+    for forward, backward in stages:
+        weight = sum(backward[index] for index in products) / 2
+        times.append(StageTimes(forward=sum(forward), input_grad=sum(backward) - weight, weight_grad=weight))
+    return busy, makespan(layout, times, send) - busy, 0.0
+
+
+def data_parallel_seconds(layout: Layout, dense: float, expert: float, domain: int, rates: Rates, window: float) -> float:
+    """Exposed seconds of gradient reduction and parameter gathering at the end of a step (not FSDP, which does both per layer).
 
     dense, expert: parameters of the rank. window: seconds of compute that may hide it.
     """
     if layout.sharding in ("fsdp2", "megatron_fsdp"):
-        return 0.0, 0.0
-    grad = DTYPE_BYTES[layout.grad_dtype]
-    param = DTYPE_BYTES[layout.param_dtype]
-    size = layout.dp * layout.cp
-    reduce = comm.gather_seconds(dense * grad, size, layout.tp, domain, rates.links)
-    reduce += comm.gather_seconds(expert * grad, layout.edp, layout.ep * layout.etp, domain, rates.links)
-    gather = comm.gather_seconds(dense * param, size, layout.tp, domain, rates.links)
-    gather += comm.gather_seconds(expert * param, layout.edp, layout.ep * layout.etp, domain, rates.links)
-    if layout.sharding == "none":
-        gather = reduce  # an all-reduce
+        return 0.0
+    per_byte = comm.gather_seconds(dense, layout.dp * layout.cp, layout.tp, domain, rates.links)
+    per_byte += comm.gather_seconds(expert, layout.edp, layout.ep * layout.etp, domain, rates.links)
+    reduce = per_byte * DTYPE_BYTES[layout.grad_dtype]
+    gather = reduce if layout.sharding == "none" else per_byte * DTYPE_BYTES[layout.param_dtype]  # none: an all-reduce
     exposed = 0.0
     for seconds, overlapped in ((reduce, layout.overlap_grad_reduce), (gather, layout.overlap_param_gather)):
         hidden = min(seconds * rates.hidden_dp, window) if overlapped and layout.sharding != "none" else 0.0
         exposed += seconds - hidden
-    return exposed, reduce + gather
+    return exposed
 
 
 def optimizer_bytes(layout: Layout, dense: float, expert: float) -> float:
