@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[2] / "src" / "shardwise"
 LAYERS = [
     ["spec"],
     ["planner"],
-    ["collectives", "mesh"],
+    ["collectives", "mesh", "random"],
     ["shard_tensor", "attention"],
     ["parallel", "testing"],
     ["train", "rehearse"],
@@ -46,7 +46,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def files(package: str) -> list[Path]:
-    return [SRC / "errors.py"] if package == "errors" else sorted((SRC / package).rglob("*.py"))
+    module = SRC / f"{package}.py"
+    return [module] if module.exists() else sorted((SRC / package).rglob("*.py"))
 
 
 def violations(package: str, allowed) -> list[str]:
