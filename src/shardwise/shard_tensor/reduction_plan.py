@@ -125,6 +125,25 @@ def highest(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
+def moments(local: Tensor, plan: ReductionPlan, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations over all ranks, in the accumulation dtype; no gradient.
+
+    Communication: two all-reduces of the result's size.
+    """
+    local = padded(local, plan, 0).to(accumulation_dtype(local.dtype))
+    if local.numel():
+        var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=keepdim)
+    else:  # an empty result: torch would warn
+        mean = local.sum(plan.dims, keepdim)
+        var = mean.real if mean.is_complex() else mean
+    if not plan.axes:
+        return mean, var * plan.count
+    n = plan.local_count
+    total = comm.all_reduce(mean * n, plan.group) / plan.count
+    apart = (mean - total).abs() ** 2
+    return total, comm.all_reduce((var + apart) * n, plan.group)
+
+
 def extreme_over_ranks(values: Tensor, group, *, largest: bool) -> Tensor:
     """The elementwise maximum (or minimum) over ranks; NaN where any rank has NaN. No gradient. Communication: one all-reduce."""
     dtype = values.dtype

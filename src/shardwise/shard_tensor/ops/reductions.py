@@ -19,6 +19,7 @@ from shardwise.shard_tensor.reduction_plan import (
     completed,
     extreme_over_ranks,
     lowest,
+    moments,
     padded,
     reduction_plan,
 )
@@ -117,25 +118,6 @@ shard_function(torch.mean, Tensor.mean)(_sum_function("mean", divide=True))
 
 
 # ---------------------------------------------------------------------- moments
-
-
-def moments(local: Tensor, plan: ReductionPlan, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared deviations over all ranks, in the accumulation dtype; no gradient.
-
-    Communication: two all-reduces of the result's size.
-    """
-    local = padded(local, plan, 0).to(accumulation_dtype(local.dtype))
-    if local.numel():
-        var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=keepdim)
-    else:  # an empty result: torch would warn
-        mean = local.sum(plan.dims, keepdim)
-        var = mean.real if mean.is_complex() else mean
-    if not plan.axes:
-        return mean, var * plan.count
-    n = plan.local_count
-    total = comm.all_reduce(mean * n, plan.group) / plan.count
-    apart = (mean - total).abs() ** 2
-    return total, comm.all_reduce((var + apart) * n, plan.group)
 
 
 @shard_rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import functional as comm
+from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.reduction_plan import (
     ReductionPlan,
     accumulation_dtype,
@@ -18,7 +19,6 @@ from shardwise.shard_tensor.reduction_plan import (
     padded,
     reduction_plan,
 )
-from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_rule
 from shardwise.shard_tensor.tensor import ShardTensor
 
