@@ -75,21 +75,25 @@ def transposed_span(output_span: Span, *, size: int, stride: int, dilation: int,
 
 
 @lru_cache(maxsize=4096)
-def window_reads(window: Window, owned: Span, makes: Span, size: int) -> Span | Spans:
+def window_reads(window: Window, owned: Span, makes: Span, size: int, repeat: bool = False) -> Span | Spans:
     """The input rows from the first to the last that outputs `makes` read, for the owner of rows `owned`.
 
     Rows of others that lie between but that no window reads (dilation, strides longer than the window) are replaced by rows beyond
-    the tensor of `size` rows, which nobody owns and nobody sends.
+    the tensor of `size` rows, which nobody owns and nobody sends. With `repeat`, rows before and after the tensor are replaced by
+    the first and last row of the same window that exist.
     """
     start, stop = window.input_span(makes)
-    if stop <= start or (window.dilation == 1 and window.stride <= window.reach):
+    dense = window.dilation == 1 and window.stride <= window.reach
+    if stop <= start or (dense and not (repeat and (start < 0 or stop > size))):
         return start, stop
 
     def placed(row: int) -> Span:
         places = (row + window.pad_before - j * window.dilation for j in range(window.size))
-        read = any(place % window.stride == 0 and makes[0] <= place // window.stride < makes[1] for place in places)
-        at = row if read or not 0 <= row < size else size + row - start
-        return at, at + 1
+        if not any(place % window.stride == 0 and makes[0] <= place // window.stride < makes[1] for place in places):
+            row = row if not 0 <= row < size else size + row - start
+        elif repeat and not 0 <= row < size:
+            row = nearest_inside(row, size, window.dilation)
+        return row, row + 1
 
     mine = min(max(owned[0], start), stop), min(max(owned[1], start), stop)
     spans: list[Span] = []
@@ -99,3 +103,9 @@ def window_reads(window: Window, owned: Span, makes: Span, size: int) -> Span | 
         elif span[0] < span[1]:
             spans.append(span)
     return spans[0] if len(spans) == 1 else tuple(spans)
+
+
+def nearest_inside(row: int, size: int, step: int) -> int:
+    """The row of `[0, size)` nearest to `row` at a distance that is a multiple of `step`; `row` itself if there is none."""
+    inside = row % step if row < 0 else size - 1 - (size - 1 - row) % step
+    return inside if 0 <= inside < size else row
