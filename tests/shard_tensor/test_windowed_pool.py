@@ -208,7 +208,7 @@ def test_fractional_pooling(world):
         samples = world.randn(2, 4, n).sigmoid()
         for dim, sizes in ((2, (3, 0, 6)), (1, (1, 3, 0)), (0, (1, 0, 1))):
             x = shard(world.randn(2, 4, *[9, 8, 7][:n]), world.mesh, dim=dim, sizes=sizes)
-            for arguments in ({"output_size": 4, "return_indices": True}, {"output_ratio": 0.6}):
+            for arguments in ({"output_size": 4, "return_indices": True}, {"output_ratio": (0.6,) * n}):
                 assert_same_as_unsharded(functools.partial(function, kernel_size=2, _random_samples=samples, **arguments), x)
             drawn = function(x, 2, output_size=4)
             assert drawn.placements == x.placements
