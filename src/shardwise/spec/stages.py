@@ -26,9 +26,8 @@ class Stage:
 
 def rank_of_stage(layout: Layout, stage: int) -> int:
     """Pipeline rank of a virtual stage: round robin, or down and up again for V schedules."""
-    if layout.schedule in V_SCHEDULES:
-        return stage if stage < layout.pp else 2 * layout.pp - 1 - stage
-    return stage % layout.pp
+    chunk, place = divmod(stage, layout.pp)
+    return layout.pp - 1 - place if layout.schedule in V_SCHEDULES and chunk % 2 else place
 
 
 def even_counts(units: int, stages: int) -> list[int]:

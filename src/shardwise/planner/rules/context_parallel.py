@@ -150,8 +150,8 @@ def batch_invariance_excludes_context_parallel(case: Case) -> Iterator[Problem]:
 
 @rule("C19", "Megatron Bridge ConfigContainer.validate", only=(BRIDGE,))
 def evaluation_context_parallel_tiles(case: Case) -> Iterator[Problem]:
-    cp, layout = case.settings.get("eval_context_parallel_size"), case.layout
-    if not isinstance(cp, int) or cp < 1:
+    cp, layout = case.count("eval_context_parallel_size"), case.layout
+    if cp is None:
         return
     mesh = layout.tp * layout.pp * cp
     if not case.settings.get("use_decentralized_pg"):

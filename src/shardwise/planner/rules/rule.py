@@ -35,6 +35,11 @@ class Case:
     def world(self) -> int:
         return self.cluster.gpus if self.cluster else self.layout.world
 
+    def count(self, name: str) -> int | None:
+        """A setting that counts something; None if it is absent or no whole number above 0."""
+        value = self.settings.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
 
 class Problem(NamedTuple):
     """One thing a rule objects to. severity: None = that of the rule."""

@@ -127,3 +127,22 @@ def departures(layout: Layout, advised: tuple[Suggestion, ...]) -> tuple[Finding
             why = f"{suggestion.title}: {suggestion.advice}"
             findings.append(Finding(rule=suggestion.rule, severity="info", given=shown, why=why, try_=instead, source=suggestion.source))
     return tuple(findings)
+
+
+def table_findings(model: ModelSpec, cluster: Cluster, *, seq_len: int, layout: Layout | None = None) -> tuple[Finding, ...]:
+    """One `info` finding per table: what it advises, and where `layout` differs from it."""
+    findings = []
+    for suggestion in suggestions(model, cluster, seq_len=seq_len):
+        differs = departures(layout, (suggestion,)) if layout else ()
+        given = f"{suggestion.title}; the layout has {', '.join(each.given for each in differs)}" if differs else suggestion.title
+        findings.append(
+            Finding(
+                rule=suggestion.rule,
+                severity="info",
+                given=given,
+                why=f"the table advises {suggestion.advice}",
+                try_=", ".join(each.try_ for each in differs),
+                source=suggestion.source,
+            )
+        )
+    return tuple(findings)

@@ -68,7 +68,7 @@ def experts_divide_the_shard_mesh(case: Case) -> Iterator[Problem]:
     layout = case.layout
     if layout.etp > 1:
         yield Problem(f"etp={layout.etp}", "torchtitan has no expert tensor parallel axis", "etp=1")
-    shard = layout.shard_group or layout.dp * layout.cp
+    shard = max(1, layout.shard_group or layout.dp * layout.cp)
     mesh = shard * layout.tp
     if layout.ep > 1 and mesh % layout.ep:
         instead = listed("ep", nearest(divisors(mesh), layout.ep))
@@ -124,8 +124,8 @@ def seed_is_positive(case: Case) -> Iterator[Problem]:
 
 @rule("W14", "Megatron-LM main, tensor_parallel_num_weight_shards", only=MEGATRONS)
 def weight_shards_equal_tensor_parallel(case: Case) -> Iterator[Problem]:
-    shards = case.settings.get("tensor_parallel_num_weight_shards")
-    if isinstance(shards, int) and shards != case.layout.tp:
+    shards = case.count("tensor_parallel_num_weight_shards")
+    if shards is not None and shards != case.layout.tp:
         why = "weight shards other than the tensor parallel size are a further axis that layouts do not describe"
         yield Problem(
             f"tensor_parallel_num_weight_shards={shards}, tp={case.layout.tp}", why, f"tensor_parallel_num_weight_shards={case.layout.tp}"
@@ -160,12 +160,12 @@ def one_training_length(case: Case) -> Iterator[Problem]:
 
 @rule("B5", "Megatron Bridge ConfigContainer.validate", only=(*MEGATRONS, SHARDWISE))
 def evaluation_batch_divides(case: Case) -> Iterator[Problem]:
-    layout, settings = case.layout, case.settings
-    gbs, mbs = settings.get("eval_global_batch_size"), settings.get("eval_micro_batch_size")
+    layout = case.layout
+    gbs, mbs = case.count("eval_global_batch_size"), case.count("eval_micro_batch_size")
     if gbs is None and mbs is None:
         return
     gbs, mbs = gbs or layout.gbs, mbs or layout.mbs
-    cp = settings.get("eval_context_parallel_size") or layout.cp
+    cp = case.count("eval_context_parallel_size") or layout.cp
     dp = max(1, layout.world // (layout.tp * layout.pp * cp))
     if gbs % (mbs * dp):
         given = f"eval_global_batch_size={gbs} eval_micro_batch_size={mbs}, DP {dp}"

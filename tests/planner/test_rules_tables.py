@@ -1,0 +1,150 @@
+"""Published recipes are judged, and the sizing tables of the source document advise what they say."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import InputError
+from shardwise.planner.rules.recipe_table import judge_rows, judge_table
+from shardwise.planner.rules.sizing import DENSE, MOE, SEQUENCE, departures, suggestions, table_findings
+from shardwise.spec import catalog
+from shardwise.spec.layout import Layout
+from shardwise.spec.ranks import min_world
+
+# Megatron Bridge main@067f987 (2026-08-22): every recipe marked infeasible in its own notes, and a random sample of the others
+SAMPLE = Path(__file__).parent / "data" / "recipes.csv"
+
+
+def rows() -> list[dict[str, str]]:
+    with SAMPLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_infeasible_recipes_are_refused_for_the_stated_reason() -> None:
+    marked = [row for row in rows() if row["notes"]]
+    assert len(marked) == 27
+    for row, judged in zip(marked, judge_rows(marked)):
+        reason = "W2" if "gpus/pp not multiple of ep*etp" in row["notes"] else "B1"
+        assert reason in {finding.rule for finding in judged.findings if finding.severity == "error"}, judged
+        assert not judged.legal
+
+
+def test_other_recipes_are_legal() -> None:
+    others = [row for row in rows() if not row["notes"]]
+    refused = [judged for judged in judge_rows(others) if not judged.legal]
+    assert len(refused) <= 0.05 * len(others), [(each.recipe, [str(finding) for finding in each.findings]) for each in refused]
+
+
+def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
+    assert [judged.recipe for judged in judge_table(SAMPLE)] == [row["recipe"] for row in rows()]
+    for content, text in [(b"", "no rows"), (b"a,b\n1,2\n", "columns missing"), (b"\xff\xfe", "cannot be read")]:
+        path = tmp_path / "table.csv"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=text):
+            judge_table(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        judge_table(tmp_path / "absent.csv")
+
+
+def test_unreadable_rows_are_findings() -> None:
+    good = rows()[-1]
+    for field, value in [
+        ("tp", "two"),
+        ("gpus", ""),
+        ("gpus", "-8"),
+        ("gpu_type", "H42"),
+        ("pp_layout", "Ex"),
+        ("recompute", "selective:x"),
+    ]:
+        (judged,) = judge_rows([{**good, field: value}])
+        assert not judged.legal and judged.findings[0].why
+
+
+@pytest.mark.parametrize(
+    ("model", "title", "inside", "outside"),
+    [  # one model of each size class
+        ("qwen3-0.6b", "< 1B", Layout(dp=8), Layout(tp=2)),
+        ("llama-3.1-8b", "1-10B", Layout(tp=2, dp=4), Layout(tp=1)),
+        ("qwen2.5-32b", "10-70B", Layout(tp=4, pp=2), Layout(tp=2, pp=8)),
+        ("llama-3.1-70b", "70-175B", Layout(tp=8, pp=4), Layout(tp=4, pp=4)),
+        ("llama-3.1-405b", "175-500B", Layout(tp=8, pp=8, cp=2), Layout(tp=8, pp=4, cp=1)),
+    ],
+)
+def test_dense_sizes(model: str, title: str, inside: Layout, outside: Layout) -> None:
+    (first, *_) = suggestions(catalog.model(model), catalog.cluster("h100", 512), seq_len=1024)
+    assert first.rule == "S1" and title in first.title
+    assert departures(inside, (first,)) == ()
+    assert departures(outside, (first,))
+
+
+def test_rows_of_the_dense_table() -> None:
+    assert [(row[1], row[2:]) for row in DENSE] == [
+        ("< 1B", ((1, 8), (1, 1), (1, 1), (1, 1))),
+        ("1-10B", ((8, 16), (2, 4), (1, 1), (1, 1))),
+        ("10-70B", ((16, 64), (4, 8), (2, 4), (1, 1))),
+        ("70-175B", ((64, 256), (8, 8), (4, 8), (1, 1))),
+        ("175-500B", ((256, 1024), (8, 8), (8, 16), (2, 2))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "degrees"),
+    [
+        ("olmoe-1b-7b", "OLMoE 7B", {"tp": 1, "pp": 1, "ep": 8}),
+        ("moonlight-16b-a3b", "Moonlight 16B", {"tp": 2, "pp": 1, "ep": 8}),
+        ("deepseek-v2", "DeepSeek-V2 236B", {"tp": 1, "pp": 4, "ep": 32}),
+        ("glm-4.5-air", "GLM-4.5 Air 106B", {"tp": 1, "pp": 4, "ep": 8}),
+        ("qwen3-30b-a3b", "Qwen3 30B-A3B", {"tp": 4, "pp": 2, "ep": 4}),
+        ("glm-4.5", "GLM-4.5 355B", {"tp": 2, "pp": 8, "ep": 16}),
+        ("qwen3-235b-a22b", "Qwen3 235B-A22B", {"tp": 4, "pp": 16, "ep": 8}),
+        ("deepseek-v3", "DeepSeek-V3 671B", {"tp": 2, "pp": 16, "ep": 64}),
+        ("kimi-k2", "Kimi-K2 1T", {"tp": 2, "pp": 16, "ep": 32}),
+    ],
+)
+def test_every_expert_model_finds_its_row(model: str, name: str, degrees: dict[str, int]) -> None:
+    (first, *_) = suggestions(catalog.model(model), catalog.cluster("h100", 1024), seq_len=4096)
+    assert first.advice.startswith(f"as {name}:")
+    assert {field: first.ranges[field][0] for field in degrees} == degrees
+    assert len(MOE) == 9
+
+
+def test_deepseek_v3_needs_a_thousand_gpus() -> None:
+    """The table names 256 GPUs for a layout that needs 1024."""
+    (first, *_) = suggestions(catalog.model("deepseek-v3"), catalog.cluster("h100", 256), seq_len=4096)
+    assert "needs 1024 GPUs, which 256 GPUs do not give" in first.advice
+    assert min_world(Layout(tp=2, pp=16, ep=64)) == 1024
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "cp", "sp"),
+    [(1024, (1, 1), False), (2048, (1, 1), True), (4096, (1, 1), True), (8192, (2, 2), True), (65536, (4, 8), True)],
+)
+def test_sequence_lengths(seq_len: int, cp: tuple[int, int], sp: bool) -> None:
+    last = suggestions(catalog.model("llama-3.1-70b"), catalog.cluster("h100", 64), seq_len=seq_len)[-1]
+    assert last.ranges["cp"] == cp and ("sp" in last.ranges) is sp
+    assert len(SEQUENCE) == 4
+
+
+def test_topology() -> None:
+    model = catalog.model("llama-3.1-70b")
+
+    def most(**where: str | int) -> int:
+        return suggestions(model, catalog.cluster("h100", 64, **where), seq_len=4096)[1].ranges["tp"][1]
+
+    assert most() == 8
+    assert most(gpus_per_node=4) == 4
+    assert most(interconnect="ethernet-100") == 4
+
+
+def test_departures_say_what_the_table_would_write() -> None:
+    model, cluster = catalog.model("llama-3.1-70b"), catalog.cluster("h100", 64)
+    found = table_findings(model, cluster, seq_len=8192, layout=Layout(tp=4, pp=4, cp=1, dp=4, sp=False))
+    assert [finding.rule for finding in found] == ["S1", "S3", "S4"]
+    assert "tp=8" in found[0].try_ and "tp=4" in found[0].given
+    assert found[1].try_ == ""
+    assert "cp=2" in found[2].try_ and "sp=true" in found[2].try_
+    assert all(finding.severity == "info" for finding in found)
+    assert [finding.try_ for finding in table_findings(model, cluster, seq_len=8192)] == ["", "", ""]
