@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.planner.rules import check_layout
+from shardwise.planner.rules.sizing import table_findings
+from shardwise.planner.rules.sizing import table_findings
 
 if TYPE_CHECKING:
     from shardwise.errors import Finding
@@ -32,4 +34,4 @@ def judge_of(model: ModelSpec, cluster: Cluster, *, seq_len: int, framework: str
 
 def sizing(model: ModelSpec, cluster: Cluster, seq_len: int, layout: Layout | None) -> Sequence[Finding]:
     """What the sizing tables suggest, and where ``layout`` departs from them."""
-    return ()
+    return table_findings(model, cluster, seq_len=seq_len, layout=layout)
