@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import at_least_one, framework_name, read_cluster, read_layout, read_model, read_source
+from shardwise.cli.inputs import at_least_one, follow_model, framework_name, read_cluster, read_layout, read_model, read_source
 from shardwise.cli.render import note, print_findings, print_json, print_lines
 from shardwise.errors import InputError, LayoutError
 from shardwise.spec import grammar
@@ -53,6 +53,7 @@ def check(
     spec = read_model(model, settings)
     if spec is None:
         raise InputError(given="check without --model", why="heads, layers and memory depend on it", try_="--model llama-3.1-70b")
+    chosen = follow_model(chosen, source, spec)
     cluster = read_cluster(
         str(settings.get("gpu", gpu)),
         world or chosen.world,

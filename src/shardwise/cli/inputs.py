@@ -176,6 +176,16 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
     return layout
 
 
+def follow_model(layout: Layout, source: Source, model: ModelSpec) -> Layout:
+    """Where no communication of context parallelism was given, the one every attention block of the model allows."""
+    given = {grammar.field_of(word.partition("=")[0]) for word in source.words}
+    if layout.cp == 1 or source.layout is not None or "cp_comm" in given:
+        return layout
+    from shardwise.planner.rules.alternatives import natural_cp_comm
+
+    return layout.replace(cp_comm=natural_cp_comm(model))
+
+
 def read_model(name: str | None, settings: Mapping[str, Any]) -> ModelSpec | None:
     name = name or settings.get("model")
     return catalog.model(str(name)) if name else None
