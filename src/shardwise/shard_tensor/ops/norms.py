@@ -164,18 +164,21 @@ def instance_norm(input, running_mean=None, running_var=None, weight=None, bias=
         return NotImplemented
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if prod(input._spec.shape[2:]) == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {torch.Size(input._spec.shape)}")
+    return _by_instance(input, running_mean, running_var, weight, bias, momentum, eps)
+
+
+def _by_instance(input: ShardTensor, running_mean, running_var, weight, bias, momentum: float, eps: float) -> ShardTensor:
     x = _complete(input)
     spec = x._spec
-    count = prod(spec.shape[2:])
-    if count == 1:
-        raise ValueError(f"Expected more than 1 spatial element when training, got input size {torch.Size(spec.shape)}")
     check_promotion(F.instance_norm, (input, weight, bias))
     weight, bias = (_by_channel(plain_operand(t, (spec,)), spec) for t in (weight, bias))
     plan = reduction_plan(spec, range(2, spec.ndim), keepdim=True)
     result, mean, squares = Normalize.apply(_autocast(to_local(x)), weight, bias, plan, eps, True)
     if running_mean is not None:
         batch = reduction_plan(plan.out, 0)
-        for running, value in ((running_mean, mean), (running_var, squares / (count - 1))):
+        for running, value in ((running_mean, mean), (running_var, squares / (plan.count - 1))):
             total = value.sum(0)
             total = comm.all_reduce(total, batch.group) if batch.axes else total
             _update(running, total / spec.shape[0], momentum, spec)
@@ -185,7 +188,11 @@ def instance_norm(input, running_mean=None, running_var=None, weight=None, bias=
 @shard_function(torch.instance_norm)
 def torch_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled=True):
     """As `F.instance_norm`."""
-    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if not isinstance(input, ShardTensor):
+        return NotImplemented
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    return _by_instance(input, running_mean, running_var, weight, bias, momentum, eps)
 
 
 # ---------------------------------------------------------------------- batch norm

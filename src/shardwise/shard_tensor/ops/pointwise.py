@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor import registry
-from shardwise.shard_tensor.fallback import refuse_copied
+from shardwise.shard_tensor.fallback import after_write, check_writable
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table
 from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
@@ -67,6 +67,7 @@ UNTAGGED = {
     aten.silu_backward.default,
     aten.tanh_backward.default,
     aten.sigmoid_backward.default,
+    aten.log_sigmoid_forward.default,
     aten.log_sigmoid_backward.default,
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
@@ -106,10 +107,12 @@ def pointwise_rule(op, args: tuple, kwargs: dict):
     """Communication: none for operands in one layout; else the cheaper operands are redistributed."""
     spec, aligned = _one_spec(args)
     if aligned and not kwargs and not spec.partial_mesh_dims:
+        if op in _IN_PLACE:
+            check_writable(args[0])
         local = op(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args])
         if op not in _IN_PLACE:
             return _wrap(local, spec)
-        refuse_copied(args[0])
+        after_write(args[0])
         return args[0]
     return _general(op, args, kwargs)
 
@@ -146,7 +149,7 @@ def _general(op, args: tuple, kwargs: dict):
                 "each rank would keep only its own part",
                 "write full_tensor() of the result, or make the destination a ShardTensor",
             )
-        refuse_copied(written)
+        check_writable(written)
         if "out" in kwargs or op._schema.name.endswith(".out"):
             return _into_out(op, args, kwargs, written, shape)
         if written._spec.partial_mesh_dims and op not in (aten.zero_.default, aten.fill_.Scalar):
@@ -161,6 +164,7 @@ def _general(op, args: tuple, kwargs: dict):
         local_kwargs.pop("memory_format", None)
     result = op(*local_args, **local_kwargs)
     if written is not None:
+        after_write(written)
         return written
     return _wrap(result, target)
 
