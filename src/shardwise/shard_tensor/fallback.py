@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
@@ -46,7 +47,8 @@ def fallback_rule(op, args: tuple, kwargs: dict):
         originals = {id(whole): leaf for leaf, whole in zip(leaves, full, strict=True) if isinstance(leaf, ShardTensor)}
         return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
     results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if views and not all(leaf._spec.is_replicated for leaf in leaves if isinstance(leaf, ShardTensor)):
         tree_map_only(ShardTensor, mark_copied, results)
     return results
 
@@ -64,7 +66,7 @@ def replicated(local: Tensor, mesh) -> ShardTensor:
 
 def write_back(x: ShardTensor, whole: Tensor) -> None:
     """Store the complete value `whole` in the shard of `x`, keeping its layout."""
-    refuse_copied(x)
+    check_writable(x)
     if tuple(whole.shape) != tuple(x._spec.shape):
         raise MissingShardPatch(
             f"an in-place op that changes the shape of a sharded tensor from {tuple(x._spec.shape)} to {tuple(whole.shape)}",
@@ -74,26 +76,34 @@ def write_back(x: ShardTensor, whole: Tensor) -> None:
     if x._spec.partial_mesh_dims:
         x._spec = x._spec.gradient()
         x._local_tensor = whole if x._spec.is_replicated else redistribute_local(whole, x._spec.replicate(), x._spec)
-        return
+        return after_write(x)
     local = redistribute_local(whole, x._spec.replicate(), x._spec)
     if local is not x._local_tensor:
         x._local_tensor.copy_(local)
+    after_write(x)
 
 
-def mark_copied(x: ShardTensor) -> ShardTensor:
-    """Remember that `x` stands for a view but has memory of its own: writing into it could not reach the base."""
-    x._copied_view = True
+def mark_copied(x: ShardTensor, push: Callable[[Tensor], None] | None = None) -> ShardTensor:
+    """Remember that `x` stands for a view but has memory of its own. `push(shard)` carries a write into the tensor it views."""
+    x._copied_view = push or False
     return x
 
 
-def refuse_copied(x: ShardTensor) -> None:
-    """Raise for an in-place write into a view that had to be copied."""
-    if getattr(x, "_copied_view", False):
+def check_writable(x: ShardTensor) -> None:
+    """Raise before an in-place write into a copied view that cannot reach the tensor it views."""
+    if getattr(x, "_copied_view", None) is False:
         raise MissingShardPatch(
             f"an in-place write into a view ({x._spec.describe()})",
             "the view had to be copied to be sharded, so the write would not reach the tensor it views",
             "write with an op that returns a new tensor, or into the tensor itself",
         )
+
+
+def after_write(x: ShardTensor) -> None:
+    """Carry an in-place write into a copied view on to the tensor it views."""
+    push = getattr(x, "_copied_view", None)
+    if push:
+        push(x._local_tensor)
 
 
 def tell_once(name: str, cost: int) -> None:

@@ -356,8 +356,15 @@ def redistribute(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 def align_gradient(x: ShardTensor) -> ShardTensor:
-    """Make the gradient that arrives at leaf `x` take `x`'s own layout, whatever the ops behind it produced."""
+    """Make the gradient that arrives at leaf `x` take `x`'s own layout, in memory of its own, whatever the ops behind it produced."""
     spec = x._spec.gradient()
+
+    def align(grad: ShardTensor) -> ShardTensor:
+        grad = redistribute(grad, spec)
+        if 0 in grad._local_tensor.stride():  # an expanded value: it could not be added to
+            grad = from_local(to_local(grad).contiguous(), grad._spec)
+        return grad
+
     with _NoTorchFunction():
-        x.register_hook(lambda grad: redistribute(grad, spec))
+        x.register_hook(align)
     return x

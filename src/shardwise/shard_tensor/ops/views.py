@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardwise.shard_tensor.fallback import mark_copied
+from shardwise.shard_tensor.fallback import after_write, mark_copied
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table, shard_rule
 from shardwise.shard_tensor.regroup import complete_shape, view_specs
@@ -37,7 +36,13 @@ def view(op, args, kwargs):
             return ShardTensor(local.view(local_shape), after)
         except RuntimeError:  # the shard's memory order allows no view
             pass
-    return mark_copied(ShardTensor(local.reshape(local_shape), after))
+    base = x._local_tensor
+
+    def push(written: torch.Tensor) -> None:
+        base.copy_(redistribute_local(written.reshape(before.local_shape), before, spec))
+        after_write(x)
+
+    return mark_copied(ShardTensor(local.reshape(local_shape), after), push)
 
 
 def _view_plan(spec: ShardTensorSpec, shape: Sequence[int]):
@@ -226,7 +231,13 @@ def select(op, args, kwargs):
     row = sliced(x, dim, index, index + 1)
     local, spec = _without_shards(row, [dim])
     kept = [d for d in range(spec.ndim) if d != dim]
-    return mark_copied(ShardTensor(local.select(dim, 0), spec.with_dims([spec.shape[d] for d in kept], kept)))
+
+    def push(written: torch.Tensor) -> None:
+        if row._local_tensor.shape[dim]:
+            row._local_tensor.select(dim, 0).copy_(written)
+        after_write(x)
+
+    return mark_copied(ShardTensor(local.select(dim, 0), spec.with_dims([spec.shape[d] for d in kept], kept)), push)
 
 
 @shard_rule(aten.slice_backward.default)
@@ -315,12 +326,11 @@ def split_with_sizes(op, args, kwargs):
 def unbind(op, args, kwargs):
     x, dim = (*args, 0)[:2]
     dim %= x._spec.ndim
-    copied = x._spec.sizes[dim] is not None
-    if copied:
+    if x._spec.sizes[dim] is not None:
         local, spec = _without_shards(x, [dim])
         x = ShardTensor(local, spec)
-    parts = [select(aten.select.int, (x, dim, i), {}) for i in range(x._spec.shape[dim])]
-    return [mark_copied(part) for part in parts] if copied else parts
+        return [mark_copied(select(aten.select.int, (x, dim, i), {})) for i in range(x._spec.shape[dim])]
+    return [select(aten.select.int, (x, dim, i), {}) for i in range(x._spec.shape[dim])]
 
 
 # ---------------------------------------------------------------------- the same tensor
