@@ -13,7 +13,7 @@ from tests.attention.compare import check_case
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.attention import ring_attention, ring_ulysses_attention, ulysses_attention
+from shardwise.attention import block, ring_attention, ring_ulysses_attention, ulysses_attention
 from shardwise.testing import World, ranks
 
 
@@ -53,6 +53,17 @@ def math_only() -> Iterator[None]:
 @ranks(3)
 def test_ring_with_the_math_kernel(world: World) -> None:
     _check_ring(world, range(200, 220))
+
+
+@pytest.fixture
+def tiny_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "_ELEMENTS", 60)
+
+
+@pytest.mark.usefixtures("tiny_calls")
+@ranks(2)
+def test_ring_cut_into_many_small_calls(world: World) -> None:
+    _check_ring(world, range(500, 520))
 
 
 def _check_ulysses(world: World, seeds: range) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.attention import block, ring, ring_attention, ulysses_attention
+from shardwise.attention import block, gather_rows, local_rows, ring, ring_attention, ulysses_attention
 from shardwise.collectives.counter import count_communication
 from shardwise.errors import InputError, MissingShardPatch
 from shardwise.spec.sequence import contiguous_order, rows_in, zigzag_order
@@ -144,6 +144,17 @@ def test_balanced_causal_order_sends_only_keys_that_some_query_sees(world: World
 def test_a_window_sends_a_halo(world: World) -> None:
     forward, _, kv = bytes_sent(world, contiguous_order((6, 6, 6, 6)), causal=True, window=(2, None))
     assert forward == 3 * 2 * kv // 24  # two rows over each of three borders
+
+
+@ranks(4)
+def test_ulysses_sends_three_quarters_of_queries_keys_values_and_output(world: World) -> None:
+    order = contiguous_order((3, 3, 3, 3))
+    whole = qkv(world, 12, 8, 4)
+    here = rows(order, world.rank)
+    with count_communication() as sent:
+        out = ulysses_attention(*(x[:, :, here] for x in whole[:3]), q_spans=order, kv_spans=order, group=dist.group.WORLD)
+    local = sum(x[:, :, here].numel() for x in whole) * out.element_size()
+    assert (sent.bytes, sent.calls) == (local * 3 // 4, 4)
 
 
 LOG: dict[int, list[str]] = {}
@@ -279,6 +290,21 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_inp
     want = one_process(whole)
     torch.testing.assert_close(out.double(), want["out"][:, :, here], rtol=0, atol=0.03)
     torch.testing.assert_close(k.grad.double(), want["k"][:, :, here], rtol=0, atol=0.05)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(3)
+def test_rows_go_out_in_an_order_and_come_back_by_position(world: World) -> None:
+    order = zigzag_order((7, 10), 3)
+    whole = world.randn(2, 17, 3)
+    local = local_rows(whole, order[world.rank], 1).requires_grad_()
+    assert torch.equal(local, whole[:, rows(order, world.rank)])
+    back = gather_rows(local, order, 1, dist.group.WORLD)
+    assert torch.equal(back, whole)
+    (back * whole).sum().backward()
+    assert torch.equal(local.grad, world.size * local.detach())  # each rank's copy of the loss sends its gradient
 
 
 # --- cases users have reported ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def _combined(parts: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) 
 
 
 def _rectangles(block: Block, scoring: Scoring, q: Tensor, keys: KeyBlock) -> Iterator[Tile]:
-    """The tiles of a block, cut by rows where a call would hold too many elements; a triangle that meets other masks becomes a mask."""
+    """The tiles of a block, cut where a call would hold too many elements; a triangle that meets other masks becomes a mask."""
     if q.shape[0] * q.shape[1] == 0:
         return
     by_elements = scoring.dense or choose_kernel(q, keys.k, keys.v, Terms(scale=scoring.scale)) is MATH
@@ -106,13 +107,22 @@ def _rectangles(block: Block, scoring: Scoring, q: Tensor, keys: KeyBlock) -> It
         if not by_elements and tile.kind != "masked":
             yield tile
             continue
-        height = max(1, _ELEMENTS // (q.shape[0] * q.shape[1] * (stop_key - first_key)))
+        height, width = _call_size(stop - first, stop_key - first_key, max(1, _ELEMENTS // (q.shape[0] * q.shape[1])))
         for start in range(first, stop, height):
             end = min(start + height, stop)
-            if tile.kind == "causal":
-                yield Tile(queries=(start, end), keys=(first_key, first_key + end - first), kind="masked")
-            else:
-                yield Tile(queries=(start, end), keys=tile.keys, kind=tile.kind)
+            causal = tile.kind == "causal"
+            last_key = first_key + end - first if causal else stop_key
+            for start_key in range(first_key, last_key, width):
+                columns = start_key, min(start_key + width, last_key)
+                yield Tile(queries=(start, end), keys=columns, kind="masked" if causal else tile.kind)
+
+
+def _call_size(rows: int, columns: int, elements: int) -> tuple[int, int]:
+    """Rows and columns per call: whole rows while a fair number of them fits, else about a square."""
+    if rows * columns <= elements:
+        return rows, columns
+    height = min(rows, max(elements // columns, math.isqrt(elements)))
+    return height, max(1, elements // height)
 
 
 class Rows:

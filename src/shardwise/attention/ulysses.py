@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardwise.attention.block import Bias, as_4d
 from shardwise.attention.inputs import Order, check_segments, check_tensors, checked_mask, checked_order
+from shardwise.attention.order import gather_rows, position_order, reordered
 from shardwise.attention.ring import ring_attention
-from shardwise.collectives.functional import all_gather, all_reduce, all_to_all
+from shardwise.collectives.functional import all_reduce, all_to_all
 from shardwise.errors import InputError
 from shardwise.spec.sequence import even_sizes, rows_in
 from shardwise.spec.spans import Span, Spans, spans_of
@@ -184,32 +185,20 @@ class _Rows:
     def __init__(self, spans: tuple[Spans, ...], group: dist.ProcessGroup) -> None:
         self.group = group
         self.sizes = tuple(rows_in(entry) for entry in spans)
-        held = [span for entry in spans for span in entry if span[1] > span[0]]
-        by_position = sorted(range(len(held)), key=held.__getitem__)
-        lengths = [stop - start for start, stop in held]
-        rows = spans_of(lengths)
-        self._ascending = [rows[i] for i in by_position]
-        places = dict(zip(by_position, spans_of(lengths[i] for i in by_position), strict=True))
-        self._as_held = [places[i] for i in range(len(held))]
+        self._spans = spans
+        self._by_position, self._as_held = position_order(spans)
 
     def collect(self, x: Tensor, head_sizes: Sequence[int]) -> Tensor:
         """[B, all heads, local rows, X] to [B, own heads, all rows by position, X]."""
-        return _reordered(all_to_all(x, head_sizes, self.sizes, 1, self.group, 2), self._ascending, 2)
+        return reordered(all_to_all(x, head_sizes, self.sizes, 1, self.group, 2), self._by_position, 2)
 
     def hand_back(self, x: Tensor, head_sizes: Sequence[int]) -> Tensor:
         """[B, own heads, all rows by position, X] to [B, all heads, local rows, X]."""
-        return all_to_all(_reordered(x, self._as_held, 2), self.sizes, head_sizes, 2, self.group, 1)
+        return all_to_all(reordered(x, self._as_held, 2), self.sizes, head_sizes, 2, self.group, 1)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All rows by position, of a tensor without heads to exchange."""
-        return _reordered(all_gather(x, dim, self.sizes, self.group), self._ascending, dim)
-
-
-def _reordered(x: Tensor, rows: list[Span], dim: int) -> Tensor:
-    """The runs of rows of `dim` in this order."""
-    if rows == sorted(rows):
-        return x
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in rows], dim)
+        return gather_rows(x, self._spans, dim, self.group)
 
 
 def _mask_here(mask: Tensor, rows: _Rows, heads: _Heads) -> Tensor:
