@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from tests.attention.cases import random_case
+import torch.nn.functional as F
+from tests.attention.cases import Whole, random_case, unsplit_attention
 from tests.attention.compare import check_case
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.attention import block, ring_attention, ring_ulysses_attention, ulysses_attention
 from shardwise.testing import World, ranks
+
+
+@pytest.mark.parametrize("mask", ["bool rows", "bool one row", "bool heads", "additive", "additive one row", "lowest"])
+def test_the_oracle_is_what_torch_computes(mask: str) -> None:
+    plain = {"causal": False, "window": None, "bias": "none", "segments": False, "dropout_p": 0.0}
+    case = dataclasses.replace(random_case(3, 2), mask=mask, **plain)
+    whole = Whole.of(case)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = F.scaled_dot_product_attention(whole.q, whole.k, whole.v, attn_mask=whole.mask, scale=case.scale, enable_gqa=True)
+    torch.testing.assert_close(unsplit_attention(case, whole), want, rtol=0, atol=1e-12)
 
 
 def _check_ring(world: World, seeds: range) -> None:
