@@ -17,7 +17,7 @@ class ShardwiseError(Exception):
 class Finding:
     """One judgement about a layout.
 
-    rule: short id of the rule, as in `docs/rules.md` (for example `"T1"`).
+    rule: short id of the rule (for example `"T1"`).
     severity: `"error"` (refused), `"warning"` (runs, but something is changed or lost) or `"info"` (advice).
     given: the values that were judged. why: the reason they fail. try_: what to write instead (JSON key `try`).
     source: where the rule comes from (framework and function, paper or manual).

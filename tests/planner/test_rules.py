@@ -49,6 +49,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("B5", "tp=8 gbs=8", {"gpus": 64, "settings": {"eval_global_batch_size": 12}}),
     ("B6", "tp=8 gbs=64", {"gpus": 64, "settings": {"rampup_batch_size": [16, 10, 1000]}}),
     ("B6", "tp=8 gbs=64", {"gpus": 64, "settings": {"rampup_batch_size": [4, 4, 1000]}}),
+    ("W5", "tp=2 pp=2 gbs=8", {"settings": {"order": "tp-dp"}}),
+    ("B7", "mbs=2", {"settings": {"packed_sequence_size": 4096}}),
+    ("B7", "mbs=1", {"settings": {"pack_sequences_in_batch": True}}),
+    ("B8", "tp=8", {"settings": {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 10}}),
+    ("B8", "tp=8", {"settings": {"max_steps": 5, "train_iters": 10}}),
+    ("B9", "tp=8", {"settings": {"lr_warmup_iters": 10, "train_iters": 3}}),
+    ("B10", "tp=8", {"settings": {"dataset.seq_length": 2048}}),
     # tensor parallel
     ("T1", "tp=3", {}),
     ("T2", "tp=12", {"model": "mistral-large-123b"}),
@@ -120,6 +127,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("C18", "cp=2", {"settings": {"batch_invariant_mode": True}}),
     ("C19", "tp=8", {"gpus": 16, "settings": {"eval_context_parallel_size": 4, "use_decentralized_pg": True}}),
     ("C19", "tp=8", {"settings": {"eval_context_parallel_size": 1}}),
+    ("C3", "tp=2 cp=2 sp=true", {"settings": {"pad_seq_to_mult": 6}}),
+    ("C4", "cp=2", {"settings": {"cp_comm_type": ["p2p", "a2a"]}}),
     # experts
     ("E1", "ep=2", {}),
     ("E2", "ep=48", {"model": QWEN}),
@@ -144,6 +153,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("E26", "tp=2 ep=8 sp=true", {"model": QWEN, "settings": {"expert_tensor_parallel_size": None}}),
     ("TT2", "ep=8 etp=2 sharding=fsdp2", {"model": QWEN, "framework": "torchtitan"}),
     ("TT2", "ep=16 sharding=fsdp2", {"model": QWEN, "framework": "torchtitan", "gpus": 8}),
+    ("E13", "ep=8", {"model": QWEN, "settings": {"moe_flex_dispatcher_backend": "deepep", "moe_token_dispatcher_type": "alltoall"}}),
+    ("E13", "ep=8", {"model": QWEN, "settings": {"moe_flex_dispatcher_backend": None, "moe_token_dispatcher_type": "flex"}}),
+    ("E18", "ep=8", {"model": QWEN, "settings": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1}}),
+    ("R7", "offload=modules:core_attn", {"settings": {"NVTE_CPU_OFFLOAD_V1": 0}}),
     # sharding
     ("D0", "sharding=megatron_fsdp", {"framework": "shardwise"}),
     ("D1", "tp=8", {"settings": {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_optimizer": False}}),

@@ -140,7 +140,8 @@ layouts = st.builds(
 setting_names = (
     "use_tp_pp_dp_mapping", "seed", "train_iters", "eval_global_batch_size", "rampup_batch_size", "CUDA_DEVICE_MAX_CONNECTIONS",
     "transformer_impl", "batch_invariant_mode", "eval_context_parallel_size", "moe_router_dtype", "megatron_fsdp_version", "NCCL_ALGO",
-    "deterministic_mode", "tensor_parallel_num_weight_shards",
+    "deterministic_mode", "tensor_parallel_num_weight_shards", "order", "packed_sequence_size", "lr_warmup_iters", "dataset.seq_length",
+    "pad_seq_to_mult", "cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
 )  # fmt: skip
 setting_values = st.one_of(st.none(), st.booleans(), st.integers(-2, 9), st.text(max_size=4), st.lists(st.integers(0, 9), max_size=3))
 

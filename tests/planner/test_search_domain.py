@@ -29,7 +29,9 @@ def test_smallest_domain_that_fits() -> None:
         (8, 2, 100, 4_000_000_000, False, 2, 4, "fsdp2"),  # 64 GB of state per rank: parameters are sharded
     ],
 )
-def test_wrapper_follows_the_table(gpus: int, gbs: int, saved_gib: int, params: int, spatial: bool, ddp: int, domain: int, wrapper: str) -> None:
+def test_wrapper_follows_the_table(
+    gpus: int, gbs: int, saved_gib: int, params: int, spatial: bool, ddp: int, domain: int, wrapper: str
+) -> None:
     model = GridModel(name="m", grid=(1024, 1024), params=params, saved_bytes_per_sample=saved_gib * 2**30, flops_per_sample=1e13)
     best = plan_domain(model, cluster("h100-sxm", gpus), gbs=gbs, spatial_params=spatial)[0]
     assert (best.ddp, best.domain, best.wrapper, best.fits) == (ddp, domain, wrapper, True)

@@ -2,66 +2,68 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import InputError
-from shardwise.planner.stage_search import best_split, split_costs
+from shardwise.planner.stage_search import StageCosts, best_split, cheapest, split_costs
 
 
-def every_split(count: int, stages: int) -> list[tuple[int, ...]]:
-    cuts = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
-    return [tuple(b - a for a, b in zip(ends, ends[1:])) for ends in cuts]
+def every_split(count: int, stages: int, lows: int) -> list[tuple[int, ...]]:
+    return [sizes for sizes in product(range(lows, count + 1), repeat=stages) if sum(sizes) == count]
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    costs=st.lists(st.integers(1, 9), min_size=2, max_size=9),
-    stages=st.integers(1, 4),
-    first=st.integers(0, 9),
-    last=st.integers(0, 9),
-    limit=st.one_of(st.none(), st.integers(5, 25)),
+    layers=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=2, max_size=9),
+    extra=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    budget=st.one_of(st.none(), st.integers(5, 40)),
+    lows=st.integers(0, 1),
 )
-def test_split_is_the_best_of_all(costs: list[int], stages: int, first: int, last: int, limit: int | None) -> None:
-    stages = min(stages, len(costs))
-    legal = [split_costs(costs, layers, first=first, last=last) for layers in every_split(len(costs), stages)]
-    if limit is not None:
-        legal = [split for split in legal if all(sum(costs[a:b]) <= limit for a, b in split.bounds)]
-    found = best_split(costs, stages, first=first, last=last, limits=None if limit is None else [limit] * stages)
+def test_split_is_the_best_of_all(layers: list[tuple[int, int]], extra: list[int], budget: int | None, lows: int) -> None:
+    extra = extra[: len(layers)]
+    stages = len(extra)
+    own, kept = zip(*layers)
+    costs = StageCosts(own, extra, kept=kept, factors=range(stages, 0, -1))
+    loads = StageCosts(kept, [1] * stages)
+    legal = [costs.split(split) for split in every_split(len(layers), stages, lows)]
+    if budget is not None:
+        legal = [split for split in legal if max(loads.split(split.layers).costs) <= budget]
+    found = cheapest(costs, lows=[lows] * stages, loads=None if budget is None else loads, budget=budget or 0)
     if not legal:
         assert found is None
         return
     assert found is not None
     best = min((split.heaviest, sum(cost**2 for cost in split.costs)) for split in legal)
     assert (found.heaviest, sum(cost**2 for cost in found.costs)) == best
-    assert found.bounds[0][0] == 0 and found.bounds[-1][1] == len(costs)
+    assert found.bounds[0][0] == 0 and found.bounds[-1][1] == len(layers)
 
 
 def test_thirty_layers_on_four_stages() -> None:
     plain = best_split([1] * 30, 4)
-    assert plain is not None and sum(plain.layers) == 30 and max(plain.layers) - min(plain.layers) <= 1
+    assert sum(plain.layers) == 30 and max(plain.layers) - min(plain.layers) <= 1
     counted = best_split([1] * 30, 4, first=1, last=1)
-    assert counted is not None and counted.layers == (7, 8, 8, 7)
+    assert counted.layers == (7, 8, 8, 7)
 
 
 def test_ten_layers_on_three_stages() -> None:
     split = best_split([1] * 10, 3)
-    assert split is not None and sorted(split.layers) == [3, 3, 4]
+    assert sorted(split.layers) == [3, 3, 4]
 
 
 def test_pinned_last_stage() -> None:
     split = best_split([1] * 61, 4, pins={-1: 13})
-    assert split is not None and split.layers == (16, 16, 16, 13)
+    assert split.layers == (16, 16, 16, 13)
 
 
 def test_llama3_8b_on_four_stages() -> None:
     layer, embedding = 218.112, 525.337  # millions of parameters
     even = split_costs([layer] * 32, [8, 8, 8, 8], first=embedding, last=embedding)
     best = best_split([layer] * 32, 4, first=embedding, last=embedding)
-    assert best is not None and best.layers == (7, 9, 9, 7)
+    assert best.layers == (7, 9, 9, 7)
     assert round(even.heaviest, 1) == 2270.2 and round(even.average, 1) == 2007.6
     assert round(best.heaviest, 1) == 2052.1
 

@@ -49,6 +49,13 @@ def test_all_problems_at_once_with_the_nearest_name() -> None:
     assert "tp" in findings[0].try_ and "a2a+p2p" in findings[4].try_ and "mlp for mpl" in findings[6].try_
 
 
+def test_hybrid_sharding_says_its_groups() -> None:
+    with pytest.raises(LayoutError, match="shard_group=8"):
+        grammar.parse(["sharding=hsdp"])
+    layout = grammar.parse(["sharding=hsdp", "shard_group=4"], world=16)
+    assert (layout.sharding, layout.shard_size) == ("fsdp2", 4)
+
+
 choices = {
     "cp_comm": spec.CpComm, "schedule": spec.Schedule, "sharding": spec.Sharding, "precision": spec.Precision,
     "param_dtype": spec.Dtype, "grad_dtype": spec.Dtype, "moment_dtype": spec.Dtype, "dispatcher": spec.Dispatcher,

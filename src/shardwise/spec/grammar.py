@@ -240,6 +240,8 @@ def read_values(words: Iterable[str]) -> dict[str, Any]:
         except ValueError as error:
             rule = "W4" if field in ("tp", "cp", "dp", "pp", "ep", "etp", "vpp") else "G4"
             problems.append(_problem(rule, repr(word), f"{text!r} is no value for {field}", f"{field}= {error}"))
+    if seen.get("sharding", "").lower() == "hsdp" and values.get("shard_group") is None:
+        problems.append(_problem("G4", "'sharding=hsdp'", "the size of the shard groups is missing", "sharding=hsdp shard_group=8"))
     if problems:
         raise LayoutError(problems)
     return values

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import Finding, ShardwiseError
-from shardwise.planner.rules import context_parallel, experts, pipeline, precision, sharding, tensor, world
+from shardwise.planner.rules import context_parallel, experts, pipeline, precision, sharding, tensor, training, world
 from shardwise.planner.rules.rule import FRAMEWORKS, Case, Rule
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import ModelSpec
 
-_MODULES = (world, tensor, pipeline, context_parallel, experts, sharding, precision)
+_MODULES = (world, training, tensor, pipeline, context_parallel, experts, sharding, precision)
 RULES: tuple[Rule, ...] = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, Rule))
 _RANK = {"error": 0, "warning": 1, "info": 2}
 # rules about the degrees alone: neither the world, the batch nor the sequence is known

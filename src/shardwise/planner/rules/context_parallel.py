@@ -36,6 +36,23 @@ def tokens_split_over_tensor_and_context(case: Case) -> Iterator[Problem]:
         yield Problem(given, f"no multiple of TP*2*CP = {step}", listed("seq_len", multiples(step, seq)))
 
 
+@rule("C3", "Transformer Engine cu_seqlens_padded; Megatron Bridge sync_offline_packing_alignment", only=(BRIDGE, SHARDWISE))
+def packed_sequences_are_padded(case: Case) -> Iterator[Problem]:
+    multiple, layout = case.count("pad_seq_to_mult"), case.layout
+    step = sequence_step(layout.tp, layout.cp, layout.sp)
+    if multiple and layout.cp > 1 and multiple % step:
+        given = f"pad_seq_to_mult={multiple} tp={layout.tp} cp={layout.cp}"
+        yield Problem(given, "every packed sequence splits like a whole one", listed("pad_seq_to_mult", multiples(step, multiple)))
+
+
+@rule("C4", "Megatron Core TransformerConfig.__post_init__", only=MEGATRONS)
+def one_communication_per_layer(case: Case) -> Iterator[Problem]:
+    kinds = case.settings.get("cp_comm_type")
+    if case.model and isinstance(kinds, (list, tuple)) and len(kinds) != case.model.num_layers:
+        given = f"cp_comm_type of {len(kinds)} entries"
+        yield Problem(given, f"a list names one for each of the {case.model.num_layers} layers", "cp_comm_type=p2p, one word for all")
+
+
 @rule("C5", "Transformer Engine AttnFuncWithCPAndQKVOA2A")
 def heads_split_over_the_exchange(case: Case) -> Iterator[Problem]:
     """All-to-all context parallelism trades sequence for heads: heads and key heads of a rank split over the exchange group."""

@@ -98,6 +98,16 @@ def fused_dispatch_needs_its_hardware(case: Case) -> Iterator[Problem]:
         yield Problem(f"dispatcher=hybridep on {gpu.name}", "HybridEP needs compute capability 8 to 10", "dispatcher=alltoall")
 
 
+@rule("E13", "Megatron Bridge flex_dispatcher_backend", severity="warning", only=MEGATRONS)
+def dispatcher_backend_needs_its_type(case: Case) -> Iterator[Problem]:
+    kind, backend = case.settings.get("moe_token_dispatcher_type"), case.settings.get("moe_flex_dispatcher_backend")
+    if backend and kind == "alltoall":
+        given = f"moe_flex_dispatcher_backend={backend} moe_token_dispatcher_type=alltoall"
+        yield Problem(given, "the backend changes nothing while the type is alltoall", "moe_token_dispatcher_type=flex")
+    elif kind == "flex" and "moe_flex_dispatcher_backend" in case.settings and not backend:
+        yield Problem("moe_token_dispatcher_type=flex without a backend", "it falls back to alltoall", "moe_flex_dispatcher_backend=deepep")
+
+
 @rule("E14", _CONFIG, only=MEGATRONS)
 def gathered_tokens_have_one_length(case: Case) -> Iterator[Problem]:
     if case.layout.dispatcher == "allgather" and case.settings.get("variable_seq_lengths"):
@@ -119,6 +129,13 @@ def router_padding_needs_quantisation(case: Case) -> Iterator[Problem]:
     if case.settings.get("moe_router_padding_for_quantization") and (wide or case.layout.dispatcher == "allgather"):
         given = f"moe_router_padding_for_quantization=true precision={case.layout.precision} dispatcher={case.layout.dispatcher}"
         yield Problem(given, "tokens are padded for FP8 or FP4 products, not for gathering", "moe_router_padding_for_quantization=false")
+
+
+@rule("E18", _CONFIG, only=MEGATRONS)
+def every_auxiliary_loss_has_a_coefficient(case: Case) -> Iterator[Problem]:
+    kinds, weights = case.settings.get("moe_router_load_balancing_type"), case.settings.get("moe_aux_loss_coeff")
+    if isinstance(kinds, (list, tuple)) and (not isinstance(weights, (list, tuple)) or len(weights) != len(kinds)):
+        yield Problem(f"{len(kinds)} auxiliary losses, moe_aux_loss_coeff={weights}", "each has its own", f"a list of {len(kinds)} numbers")
 
 
 @rule("E19", f"{_CONFIG}; Megatron Bridge comm_overlap", titan=None)

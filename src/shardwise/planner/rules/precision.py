@@ -129,6 +129,14 @@ def optimizer_offload_needs_the_aware_optimizer(case: Case) -> Iterator[Problem]
         yield Problem(given, "state on the host needs the precision-aware optimizer", "use_precision_aware_optimizer=true", "error")
 
 
+@rule("R7", "Megatron Bridge fine-grained activation offloading", only=MEGATRONS)
+def module_offload_needs_its_switch(case: Case) -> Iterator[Problem]:
+    switch = case.settings.get("NVTE_CPU_OFFLOAD_V1")
+    if case.layout.offload.activation_modules and switch is not None and str(switch) != "1":
+        given = f"offload={case.layout.offload} NVTE_CPU_OFFLOAD_V1={switch}"
+        yield Problem(given, "Transformer Engine 2.10 and later need the switch", "NVTE_CPU_OFFLOAD_V1=1")
+
+
 @rule("R8", "Megatron Core, Transformer Engine CUDA graphs; torchtitan trainer")
 def graphs_fit_the_step(case: Case) -> Iterator[Problem]:
     layout, settings = case.layout, case.settings

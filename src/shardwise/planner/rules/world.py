@@ -1,11 +1,11 @@
-"""Worlds, meshes, data parallel sizes and batches (W and B rules)."""
+"""Worlds, meshes, data parallel sizes and the batch (W rules, B1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardwise.planner.rules.alternatives import divisors, listed, multiples, nearest
-from shardwise.planner.rules.rule import BRIDGE, MEGATRONS, SHARDWISE, TITAN, Case, Problem, rule
+from shardwise.planner.rules.rule import BRIDGE, MEGATRONS, TITAN, Case, Problem, rule
 from shardwise.spec.ranks import max_world, min_world, product_world
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "vpp", "mbs", "gbs")
@@ -73,6 +73,17 @@ def experts_divide_the_shard_mesh(case: Case) -> Iterator[Problem]:
     if layout.ep > 1 and mesh % layout.ep:
         instead = listed("ep", nearest(divisors(mesh), layout.ep))
         yield Problem(f"ep={layout.ep}, dp_shard*cp*tp={mesh}", "EP must divide dp_shard*cp*tp", instead)
+
+
+@rule("W5", "Megatron Core RankGenerator", only=MEGATRONS)
+def rank_order_names_every_axis(case: Case) -> Iterator[Problem]:
+    order, layout = case.settings.get("order"), case.layout
+    if not isinstance(order, str):
+        return
+    named = order.split("-")
+    missing = [name for name in ("tp", "cp", "ep", "dp", "pp") if getattr(layout, name) > 1 and name not in named]
+    if missing:
+        yield Problem(f"order={order}", f"{', '.join(missing)} above 1 have no place in it", "order=tp-cp-ep-dp-pp")
 
 
 @rule("W7", _INIT, only=MEGATRONS)
@@ -148,43 +159,3 @@ def batch_divides(case: Case) -> Iterator[Problem]:
         yield Problem(given, f"the global batch is rounded down to {layout.gbs // step * step}", instead, "warning")
     else:
         yield Problem(given, f"the global batch is no multiple of MBS*DP = {step}", instead)
-
-
-@rule("B4", "Megatron Bridge TrainingConfig.finalize", only=(BRIDGE, SHARDWISE))
-def one_training_length(case: Case) -> Iterator[Problem]:
-    names = ("train_iters", "train_samples", "num_epochs")
-    set_ = [name for name in names if case.settings.get(name) is not None]
-    if any(name in case.settings for name in names) and len(set_) != 1:
-        yield Problem(f"{', '.join(set_) or 'none'} of {', '.join(names)}", "exactly one says how long to train", "train_iters=N alone")
-
-
-@rule("B5", "Megatron Bridge ConfigContainer.validate", only=(*MEGATRONS, SHARDWISE))
-def evaluation_batch_divides(case: Case) -> Iterator[Problem]:
-    layout = case.layout
-    gbs, mbs = case.count("eval_global_batch_size"), case.count("eval_micro_batch_size")
-    if gbs is None and mbs is None:
-        return
-    gbs, mbs = gbs or layout.gbs, mbs or layout.mbs
-    cp = case.count("eval_context_parallel_size") or layout.cp
-    dp = max(1, layout.world // (layout.tp * layout.pp * cp))
-    if gbs % (mbs * dp):
-        given = f"eval_global_batch_size={gbs} eval_micro_batch_size={mbs}, DP {dp}"
-        yield Problem(
-            given, "the evaluation batch is no multiple of micro batch * DP", listed("eval_global_batch_size", multiples(mbs * dp, gbs))
-        )
-
-
-@rule("B6", "Megatron Core RampupBatchsizeNumMicroBatchesCalculator", only=(*MEGATRONS, SHARDWISE))
-def rampup_steps_divide(case: Case) -> Iterator[Problem]:
-    ramp, layout = case.settings.get("rampup_batch_size"), case.layout
-    if not isinstance(ramp, (list, tuple)) or len(ramp) != 3 or not all(isinstance(each, int) and each > 0 for each in ramp):
-        return
-    start, step, _ = ramp
-    unit = layout.mbs * layout.dp
-    given = f"rampup_batch_size={list(ramp)}, gbs={layout.gbs}, MBS*DP {unit}"
-    if start > layout.gbs or (layout.gbs - start) % step:
-        yield Problem(
-            given, f"{layout.gbs} - {start} is no multiple of the increment {step}", f"an increment that divides {layout.gbs - start}"
-        )
-    elif start % unit or step % unit:
-        yield Problem(given, "every batch size on the way must be a multiple of MBS*DP", f"start and increment in multiples of {unit}")
