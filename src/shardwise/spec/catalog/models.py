@@ -32,7 +32,8 @@ def _names() -> dict[str, str]:
 
 
 def model_names() -> tuple[str, ...]:
-    return tuple(table("models"))
+    """Models that are described in full."""
+    return tuple(name for name, entry in table("models").items() if "config" in entry)
 
 
 def model_entry(name: str) -> tuple[str, str | None, str]:
@@ -49,6 +50,8 @@ def find_model(name: str) -> str | None:
 @cache
 def _known(key: str) -> ModelSpec:
     entry = table("models")[key]
+    if "config" not in entry:
+        raise ShardwiseError(f"model {key!r} needs the path of its config.json: {entry['source']}")
     model = hf.from_config(entry["config"], name=key)
     return model.replace(source=entry["source"])
 
