@@ -49,6 +49,13 @@ def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
         judge_table(tmp_path / "absent.csv")
 
 
+def test_models_the_catalog_does_not_describe_are_judged_by_the_other_rules() -> None:
+    good = next(row for row in rows() if not row["notes"])
+    for name in ("a_model_nobody_knows", "llama-3.1-nemotron-ultra-253b"):
+        (judged,) = judge_rows([{**good, "model": name}])
+        assert judged.model is None and judged.layout is not None
+
+
 def test_unreadable_rows_are_findings() -> None:
     good = rows()[-1]
     for field, value in [

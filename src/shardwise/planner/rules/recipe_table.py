@@ -39,8 +39,8 @@ class Judgement:
 def _model(row: Mapping[str, str]) -> ModelSpec | None:
     for name in (row.get("model"), row.get("hf_id")):
         key = catalog.find_model(name) if name else None
-        if key:
-            return catalog.model(key)
+        if key in catalog.model_names():
+            return catalog.model(str(key))
     return None
 
 
