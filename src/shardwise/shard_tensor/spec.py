@@ -123,6 +123,15 @@ class ShardTensorSpec:
             self._hash = hash((self._key(), self.mesh))
         return self._hash
 
+    def __copy__(self) -> ShardTensorSpec:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> ShardTensorSpec:
+        return self
+
+    def __reduce__(self):
+        return ShardTensorSpec, (self.mesh, self.placements, self.shape, self.sizes, self.dtype, self.stride)
+
     def __repr__(self) -> str:
         return f"ShardTensorSpec({self.describe()})"
 

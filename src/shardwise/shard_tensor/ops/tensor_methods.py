@@ -78,11 +78,6 @@ def numpy(x: ShardTensor, *args, **kwargs):
     )
 
 
-@shard_function(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
-def memory(x: ShardTensor, *args, **kwargs):
-    raise TypeError("a ShardTensor has no single memory: use x.to_local() for this rank's shard")
-
-
 @shard_rule(aten.equal.default)
 def equal(op, args, kwargs):
     """Whether both hold the same values, decided on all ranks together."""

@@ -34,7 +34,7 @@ def view(op, args, kwargs):
     if before is spec:
         try:
             return ShardTensor(local.view(local_shape), after)
-        except RuntimeError:  # the shard's memory order allows no view
+        except (RuntimeError, ValueError):  # the shard's memory order allows no view
             pass
     base = x._local_tensor
 
