@@ -325,6 +325,7 @@ def _margin(losses_of, input, target, weight, reduction: str):
     rows = reduction_plan(spec, spec.ndim - 1).out
     local = to_local(x)
     wanted = spec if target.ndim == spec.ndim else rows
-    losses = losses_of(local, _part(target, wanted, spec), plain_operand(weight, (spec,))) if local.numel() else local.sum(-1)
+    target, weight = _part(target, wanted, spec), plain_operand(weight, (spec,))
+    losses = losses_of(local, target, weight) if local.numel() else local.sum(-1)
     result = from_local(losses, rows)
     return result if reduction == "none" else result.mean() if reduction == "mean" else result.sum()
