@@ -94,6 +94,16 @@ def test_proposed_stages_split_the_layers(pp: int, vpp: int, model: str) -> None
         assert not {"P2", "P13"} & set(errors(explicit, model, pp, 4096, "megatron-core"))
 
 
+@given(pp=st.integers(2, 9), micro=st.integers(1, 60), group=st.none() | st.integers(1, 20))
+def test_proposed_interleaving_fills_the_pipeline(pp: int, micro: int, group: int | None) -> None:
+    layout = Layout(pp=pp, vpp=2, gbs=micro, vpp_group=group if micro >= pp else None)
+    before = errors(layout, "llama-3.1-70b", pp, 4096)
+    if "P7" in before:
+        for name in ("gbs", "vpp_group"):
+            for value in proposals(before["P7"], name):
+                assert "P7" not in errors(layout.replace(**{name: value}), "llama-3.1-70b", pp, 4096)
+
+
 @given(ep=st.integers(2, 300))
 def test_proposed_expert_ranks_divide_the_experts(ep: int) -> None:
     before = errors(Layout(ep=ep).with_world(ep), "qwen3-30b-a3b", ep, 4096)

@@ -19,7 +19,7 @@ from shardwise.spec.layout import Layout, Offload, Recompute
 from shardwise.spec.ranks import min_world
 
 RECOMPUTE_MODULES = (
-    "core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts", "mhc", "gdn_norm_out",
+    "core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts", "mhc", "gdn_norm_out", "op",
 )  # fmt: skip
 _MAX = 10**9
 

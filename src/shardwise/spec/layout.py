@@ -27,7 +27,8 @@ DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class Recompute:
     """What is recomputed in the backward pass instead of being saved.
 
-    selective: `modules` (Megatron's words: core_attn, mlp, moe, moe_act, layernorm, mla_up_proj, shared_experts).
+    selective: `modules` (Megatron's words: core_attn, mlp, moe, moe_act, layernorm, mla_up_proj, shared_experts, ...; torchtitan: op, every
+    other matrix product and what follows from it).
     full: whole layers; `uniform` saves one input per `num_layers` layers, `block` recomputes the first `num_layers` layers of each
     (virtual) stage and keeps the others whole.
     """

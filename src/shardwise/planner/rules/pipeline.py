@@ -119,14 +119,16 @@ def interleaved_group_fits(case: Case) -> Iterator[Problem]:
     group, micro = layout.vpp_group or layout.pp, layout.microbatches
     step = layout.mbs * layout.dp
     given = f"{micro} micro batches (gbs={layout.gbs} mbs={layout.mbs} dp={layout.dp}), pp={layout.pp} vpp={layout.vpp}, groups of {group}"
-    if group < layout.pp or group > micro:
+    groups = [size for size in range(layout.pp, micro + 1) if micro % size == 0 or micro % size >= layout.pp]
+    if micro < layout.pp:
+        yield Problem(given, f"interleaving needs as many micro batches as ranks, {layout.pp}", f"gbs={layout.pp * step} or more, or vpp=1")
+    elif not layout.pp <= group <= micro:
         why = f"interleaving runs groups of {layout.pp} to M={micro} micro batches"
-        more = f"gbs={layout.pp * step} or more, or vpp=1" if micro < layout.pp else f"vpp_group={layout.pp} to {micro}"
-        yield Problem(given, why, more)
-    elif micro % group and micro % group < layout.pp:
-        legal = [size for value in multiples(group, micro) for size in (value * step,)]
+        yield Problem(given, why, f"{listed('vpp_group', nearest(groups, group, 2))}, or vpp=1")
+    elif group not in groups:
+        legal = [size * step for size in multiples(group, micro)]
         why = f"the last {micro % group} micro batches are too few to fill {layout.pp} ranks"
-        yield Problem(given, why, listed("gbs", legal) + ", or vpp=1")
+        yield Problem(given, why, f"{listed('vpp_group', nearest(groups, group, 1))}, or {listed('gbs', legal)}, or vpp=1")
 
 
 @rule("P9", _CONFIG)

@@ -70,7 +70,9 @@ def recompute_is_complete(case: Case) -> Iterator[Problem]:
     if recompute.granularity == "selective":
         if recompute.method or recompute.num_layers:
             yield Problem(given, "method and number belong to full recompute", "recompute=selective:core_attn")
-        unknown = [module for module in recompute.modules if module not in RECOMPUTE_MODULES]
+        unknown = [
+            module for module in recompute.modules if module not in RECOMPUTE_MODULES or (module == "op" and case.framework in MEGATRONS)
+        ]
         if unknown:
             yield Problem(given, f"{', '.join(unknown)} can not be recomputed", f"modules of {', '.join(RECOMPUTE_MODULES)}")
     if model is None:
