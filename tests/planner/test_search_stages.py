@@ -16,7 +16,7 @@ def every_split(count: int, stages: int, lows: int) -> list[tuple[int, ...]]:
     return [sizes for sizes in product(range(lows, count + 1), repeat=stages) if sum(sizes) == count]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     layers=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=2, max_size=9),
     extra=st.lists(st.integers(0, 9), min_size=1, max_size=4),
@@ -40,6 +40,11 @@ def test_split_is_the_best_of_all(layers: list[tuple[int, int]], extra: list[int
     best = min((split.heaviest, sum(cost**2 for cost in split.costs)) for split in legal)
     assert (found.heaviest, sum(cost**2 for cost in found.costs)) == best
     assert found.bounds[0][0] == 0 and found.bounds[-1][1] == len(layers)
+
+
+def test_a_stage_stops_early_for_a_heavy_layer() -> None:
+    split = cheapest(StageCosts([1, 1, 9, 1], [0, 8, 0]), lows=[1, 1, 1])
+    assert split is not None and split.layers == (1, 1, 2)  # filling the first stage would put 9 on top of 8
 
 
 def test_thirty_layers_on_four_stages() -> None:

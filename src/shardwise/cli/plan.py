@@ -10,6 +10,9 @@ from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 
 Top = Annotated[int, typer.Option("--top", help="plans to show")]
+WhyNot = Annotated[
+    str | None, typer.Option("--why-not", help='a layout in quotes, "tp=8 pp=4": why it is not the plan', show_default=False)
+]
 Parameters = Annotated[float | None, typer.Option("--parameters", help="of a traced module, instead of --model", show_default=False)]
 Activations = Annotated[
     float | None, typer.Option("--activation-gib", help="of a traced module: GiB saved for backward per sample", show_default=False)
@@ -33,6 +36,7 @@ def plan(
     precision: opt.Precision = None,
     framework: opt.Framework = "bridge",
     top: Top = 5,
+    why_not: WhyNot = None,
     html: opt.Html = None,
     trace: opt.Trace = None,
     parameters: Parameters = None,
@@ -80,6 +84,12 @@ def plan(
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
     judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules)
     result = search(estimator, base, space, judge=judge, top=top, uneven=rules != "torchtitan")
+    reason = None
+    if why_not:
+        from shardwise.planner.why_not import why_not as against
+
+        named = read_layout(read_source(why_not.split(), world=gpus), world=gpus, gbs=global_batch, precision=precision, framework=rules)
+        reason = against(estimator, named, result.plans[0] if result.plans else None, judge=judge)
     certificate = plan_print.certificate_of(spec, cluster, base, seq_len, rules, gpu, gpus_per_node, interconnect, quiet=as_json)
     if html:
         from shardwise.planner.report.plan_page import plan_page
@@ -91,9 +101,9 @@ def plan(
 
         trace.write_text(chrome_trace(best.layout, best.time))
     if as_json:
-        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate))
+        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate, reason))
     else:
-        plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate)
+        plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate, reason)
         for path, what in ((html, "report"), (trace, "trace")):
             if path:
                 note(f"{what} written to {path}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.planner.certificate import Certificate
     from shardwise.planner.search import Plan, SearchResult
     from shardwise.planner.space import Space
+    from shardwise.planner.why_not import WhyNot
     from shardwise.spec.cluster import Cluster
     from shardwise.spec.layout import Layout
     from shardwise.spec.model import ModelSpec
@@ -44,7 +45,6 @@ def certificate_of(
     *,
     quiet: bool,
 ) -> Certificate:
-
     return certify(
         spec,
         lambda size: read_cluster(gpu, size, gpus_per_node=gpus_per_node, interconnect=interconnect),
@@ -58,8 +58,15 @@ def certificate_of(
     )
 
 
-def as_json(spec: ModelSpec, cluster: Cluster, seq_len: int, rules: str, result: SearchResult, certificate: Certificate) -> dict[str, Any]:
-
+def as_json(
+    spec: ModelSpec,
+    cluster: Cluster,
+    seq_len: int,
+    rules: str,
+    result: SearchResult,
+    certificate: Certificate,
+    reason: WhyNot | None,
+) -> dict[str, Any]:
     def entry(plan: Plan) -> dict[str, Any]:
         return prediction_json(plan.layout, plan.memory, plan.time, plan.findings)
 
@@ -75,6 +82,9 @@ def as_json(spec: ModelSpec, cluster: Cluster, seq_len: int, rules: str, result:
         "plans": [entry(plan) for plan in result.plans],
         "pareto": [entry(plan) for plan in result.front],
         "nearest": entry(result.nearest) if result.nearest else None,
+        "why_not": {**prediction_json(reason.layout, reason.memory, reason.time, reason.findings), "reasons": list(reason.reasons)}
+        if reason
+        else None,
         "min_gpus": certificate.min_gpus,
         "certificate": certificate_json(certificate),
         "sizing": [finding.to_dict() for finding in sizing(spec, cluster, seq_len, best.layout if best else None)],
@@ -85,7 +95,14 @@ def as_json(spec: ModelSpec, cluster: Cluster, seq_len: int, rules: str, result:
 
 
 def print_plan(
-    spec: ModelSpec, cluster: Cluster, seq_len: int, rules: str, base: Layout, result: SearchResult, certificate: Certificate
+    spec: ModelSpec,
+    cluster: Cluster,
+    seq_len: int,
+    rules: str,
+    base: Layout,
+    result: SearchResult,
+    certificate: Certificate,
+    reason: WhyNot | None,
 ) -> None:
 
     print_lines(
@@ -128,6 +145,10 @@ def print_plan(
 
     print_lines([*certificate_lines(certificate), ""])
     print_findings(sizing(spec, cluster, seq_len, result.plans[0].layout if result.plans else None))
+    if reason:
+        print_lines(
+            [f"why not {short(reason.layout)}:", *(f"- {text}" for text in reason.reasons or ("it is as good as the best plan",)), ""]
+        )
     rejected = [(f"{count:,}", reason) for reason, count in result.rejected.most_common(8)]
     title = f"Not chosen, of {result.considered:,} layouts ({result.evaluated:,} evaluated in full)"
     print_table(title, ("layouts", "why"), rejected, text=(1,), wrap=(1,))

@@ -29,7 +29,7 @@ class Bounds:
         kinds = {layer: index for index, layer in enumerate(model.kinds)}
         self._counts = Counter(kinds[layer] for layer in model.layers)
         self._mtp = Counter(kinds[layer] for layer in model.mtp)
-        self._common, self._common_count = self._counts.most_common(1)[0]
+        self.common, self._count = self._counts.most_common(1)[0]
         self._activations: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._totals: dict[tuple[Any, ...], float] = {}
         self._params: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
@@ -37,28 +37,30 @@ class Bounds:
 
     def seconds(self, layout: Layout) -> float:
         """No way of cutting the layers into the layout's stages makes the step shorter."""
-        forward, backward = self.estimator.layer_seconds(self._common, layout)
+        forward, backward = self.estimator.layer_seconds(self.common, layout)
         return self._step(layout, self._micro_batch(layout), layout.vpp, sum(forward) + sum(backward))
 
     def bytes(self, layout: Layout) -> float:
         """No way of cutting the layers gives a heaviest rank with less allocated memory."""
         return self._bytes(layout, layout.recompute, layout.vpp, whole=True)
 
-    def group(self, group: Group) -> tuple[float, float]:
-        """Seconds and bytes that no member of the group goes below.
+    def group_seconds(self, group: Group) -> float:
+        """No member of the group is faster: nothing recomputed, the most virtual stages, weights at hand."""
+        return self._step(group.layout, self._micro_batch(group.layout, gathered=False), max(group.vpp))
 
-        Nothing is faster than recomputing nothing with the most virtual stages and weights at hand, and nothing smaller than
-        the smallest recompute choice with one stage per rank: a rank has at least as many micro batches in flight otherwise.
+    def group_bytes(self, group: Group) -> float:
+        """No member of the group is lighter: the smallest recompute choice with one stage per rank.
+
+        With more virtual stages a rank has at least as many micro batches in flight.
         """
         layout = group.layout
-        seconds = self._step(layout, self._micro_batch(layout, gathered=False), max(group.vpp))
-        return seconds, min(self._bytes(layout, each, 1, whole=False) for each in (group.recompute[0], group.recompute[-1]))
+        return min(self._bytes(layout, each, 1, whole=False) for each in (group.recompute[0], group.recompute[-1]))
 
     def _step(self, layout: Layout, all_stages: float, vpp: int, layer: float = 0.0) -> float:
         """``all_stages``: seconds of a micro batch over all ranks; ``layer``: of one layer of the commonest kind."""
         pp, micro = layout.pp, layout.microbatches
         average = all_stages / pp
-        slowest = max(average, -(-self._common_count // pp) * layer)
+        slowest = max(average, -(-self._count // pp) * layer)
         if layout.schedule not in ("1f1b", "gpipe"):
             ideal = micro * slowest
         elif vpp == 1:
@@ -93,7 +95,7 @@ class Bounds:
         """``whole``: count whole layers (tighter, slower)."""
         state, total = self._state(layout)
         held, working = self._held(layout, recompute)
-        pp, count = layout.pp, self._common_count
+        pp, count = layout.pp, self._count
         kept = memory.in_flight(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
         costs = [state + held * min(flights) for flights in kept]
         least = count / sum([1.0 / cost for cost in costs])
@@ -106,11 +108,20 @@ class Bounds:
         key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs, recompute.granularity, recompute.modules, recompute.num_layers)
         found = self._activations.get(key)
         if found is None:
-            saved = self.estimator.layer(self._common, layout)[1]
+            saved = self.estimator.layer(self.common, layout)[1]
             whole_input = layer_input(self.estimator.model, self.estimator._shape(layout))
             held = memory.activation_bytes(derive(layout, recompute=recompute), saved, whole_input)
             found = self._activations[key] = (held, saved.working)
         return found
+
+    def layer_bytes(self, kind: int, layout: Layout) -> tuple[float, float]:
+        """State of one layer of a kind on one rank, and what it keeps per micro batch."""
+        layer = self.estimator.model.kinds[kind]
+        params = self.estimator.model.layer_params(layer, layout.tp, layout.ep, layout.etp)
+        frozen = 1.0 if layout.peft else 0.0
+        state = sum(memory.state_terms(layout, params.dense, params.expert, frozen=frozen).values())
+        saved = self.estimator.layer(kind, layout)[1]
+        return state, memory.activation_bytes(layout, saved, layer_input(self.estimator.model, self.estimator._shape(layout)))
 
     def reserved_gib(self, allocated: float) -> float:
         """What the allocator and the context take when ``allocated`` bytes are in use."""
@@ -134,7 +145,7 @@ class Bounds:
         if found is None:
             model = self.estimator.model
             per_kind = [model.layer_params(kind, *degrees) for kind in model.kinds]
-            one = per_kind[self._common]
+            one = per_kind[self.common]
             dense = sum(count * per_kind[kind].dense for kind, count in self._counts.items())
             expert = sum(count * per_kind[kind].expert for kind, count in self._counts.items())
             dense += model.embedding_params_on_rank(layout.tp) + (0 if model.tied else model.head_params_on_rank(layout.tp))

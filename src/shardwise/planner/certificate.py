@@ -7,7 +7,8 @@ ones already by the training state alone, which no layout can make smaller than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from shardwise.planner.estimator import Estimator
 from shardwise.planner.memory import CONTEXT, GIB, state_terms
@@ -16,6 +17,8 @@ from shardwise.planner.space import SHARDING, Space, derive, space_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import ModelSpec
+
+FINER_CUT = 1.05  # a layout above this share of the GPU cannot be saved by cutting the pipeline finer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,11 @@ def certify(
     """Smallest world that fits. ``base.gbs`` is kept when it is above 1; otherwise the batch is the world."""
     first = cluster_of(1)
     capacity = first.gpu.memory / GIB
+    estimator = Estimator(model, first, seq_len=seq_len, stack=stack)
     tried: list[World] = []
     for gpus in worlds(first.gpus_per_node, limit):
         cluster = cluster_of(gpus)
-        estimator = Estimator(model, cluster, seq_len=seq_len, stack=stack)
+        estimator = _moved(estimator, cluster)
         start = base if base.gbs > 1 else base.replace(gbs=gpus)
         space = space_of(model, cluster, start, seq_len=seq_len, framework=framework)
         floor = _state_floor(estimator, start, space, gpus)
@@ -75,12 +79,30 @@ def certify(
             continue
         if progress:
             progress(gpus)
-        plan = lightest_plan(estimator, start, space, judge=judge_of(cluster))
+        plan = _lightest(estimator, start, space, judge_of(cluster))
         world = _judged(gpus, plan, capacity)
         tried.append(world)
         if world.fits:
             return Certificate(min_gpus=gpus, worlds=tuple(tried), capacity_gib=capacity)
     return Certificate(min_gpus=None, worlds=tuple(tried), capacity_gib=capacity)
+
+
+def _moved(estimator: Estimator, cluster: Cluster) -> Estimator:
+    """An estimator on another number of the same GPUs; what layers cost is kept, it does not depend on the number."""
+    if cluster.domain != estimator.cluster.domain or cluster.gpus_per_node != estimator.cluster.gpus_per_node:
+        return Estimator(estimator.model, cluster, seq_len=estimator.seq_len, stack=estimator.stack)
+    moved = copy(estimator)
+    moved.cluster = cluster
+    return moved
+
+
+def _lightest(estimator: Estimator, base: Layout, space: Space, judge: Judge) -> Plan | None:
+    """The lightest plan. Virtual stages only add micro batches in flight, but cut finer: they are tried where that may decide."""
+    plan = lightest_plan(estimator, base, replace(space, vpp=space.vpp or (1,)), judge=judge)
+    close = plan and plan.memory.reserved_gib <= FINER_CUT * plan.memory.capacity_gib
+    if plan is None or plan.memory.fits or not close:
+        return plan
+    return lightest_plan(estimator, base, space, judge=judge)
 
 
 def _judged(gpus: int, plan: Plan | None, capacity: float) -> World:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from shardwise.errors import Finding
 from shardwise.planner.bounds import Bounds
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate
+from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate, in_flight
 from shardwise.planner.space import Group, Space, groups
-from shardwise.planner.stage_search import best_split
+from shardwise.planner.stage_search import StageCosts, StageSplit, cheapest
 from shardwise.planner.step_time import StepTimeEstimate, kernel_cost
 from shardwise.spec.layout import Layout
+
+FRONT_SLOWER = 1.5  # the Pareto front ends at plans this much slower than the best
+FRONT_STEP = 0.97  # and each of its plans needs at most this share of the memory of the faster ones
 
 Judge = Callable[[Layout], Sequence[Finding]]
 
@@ -52,74 +55,87 @@ class SearchResult:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
-def balanced(estimator: Estimator, layout: Layout, limits: Sequence[float] | None = None) -> Layout | None:
-    """This layout with its layers cut so that the slowest stage is as fast as possible, and no rank holds more layers than its limit.
-
-    Exact for the given costs (`stage_search.best_split`). None when no split keeps the limits.
-    """
+def time_costs(estimator: Estimator, layout: Layout) -> StageCosts:
+    """Seconds of one micro batch, forward and backward, of any run of layers on any stage of the layout."""
     model = estimator.model
-    if layout.pp == 1 or layout.stages > model.num_layers:
-        return None
-    seconds = [sum(map(sum, estimator.layer_seconds(kind, layout))) for kind in range(len(model.kinds))]
     rate = estimator.rates(layout.precision)
+    seconds = [sum(map(sum, estimator.layer_seconds(kind, layout))) for kind in range(len(model.kinds))]
     head, lookup = (sum(sum(kernel_cost(work, rate)) for work in end) for end in estimator._end_work(layout))
-    kinds = {layer: kind for kind, layer in enumerate(model.kinds)}
-    extra = sum(seconds[kinds[layer]] + head for layer in model.mtp)
-    split = best_split(
-        [seconds[kinds[layer]] for layer in model.layers],
-        layout.stages,
-        first=lookup,
-        last=head + extra,
-        limits=limits,
-        weights=[1.0] * model.num_layers,
-    )
-    if split is None:
-        return None
+    extra = [0.0] * layout.stages
+    extra[0] += lookup
+    extra[-1] += head + sum(seconds[model.kinds.index(layer)] + head for layer in model.mtp)
+    return StageCosts([seconds[kind] for kind in estimator._layer_kinds], extra)
+
+
+def memory_costs(bounds: Bounds, layout: Layout, even: MemoryEstimate) -> StageCosts:
+    """Allocated bytes of any run of layers on any rank of a layout without virtual stages. ``even``: memory of its even cut."""
+    estimator = bounds.estimator
+    flights = [max(each) for each in in_flight(layout.schedule, layout.pp, 1, layout.pp, max(1, layout.microbatches))]
+    per_kind = [bounds.layer_bytes(kind, layout) for kind in range(len(estimator.model.kinds))]
+    extra = []
+    for terms, chunks, flight in zip(even.stages, estimator.stages(layout), flights):
+        held = sum(count * (per_kind[kind][0] + per_kind[kind][1] * flight) for chunk in chunks for kind, count in chunk.layers)
+        extra.append(sum(terms.values()) - held)
+    states, kept = zip(*(per_kind[kind] for kind in estimator._layer_kinds))
+    return StageCosts(states, extra, kept=kept, factors=flights)
+
+
+def with_cut(layout: Layout, split: StageSplit, mtp: int) -> Layout:
+    """The layout with these layers per stage, as an explicit pipeline layout or in Megatron's shorter words."""
     words = ["t" * count for count in split.layers]
     words[0] = "E" + words[0]
-    words[-1] += "m" * len(model.mtp) + "L"
-    return layout.replace(pipeline_layout=tuple(words))
+    words[-1] += "m" * mtp + "L"
+    return shortened(layout.replace(pipeline_layout=tuple(words)), sum(split.layers))
 
 
-def _layer_limits(estimator: Estimator, layout: Layout) -> list[float]:
-    """Layers each pipeline rank can hold, from the memory of its own stage in an even cut."""
-    estimate = estimator.memory(layout)
-    chunks = estimator.stages(layout)
-    budget = (estimate.capacity_gib * GIB - CONTEXT) / estimator.stack.fragmentation
-    limits = []
-    for terms, held in zip(estimate.stages, chunks):
-        layers = max(1, sum(chunk.count for chunk in held))
-        per_layer = (terms["weights"] + terms["gradients"] + terms["optimizer"] + terms["activations"]) / layers
-        fixed = sum(terms.values()) - per_layer * layers
-        limits.append(max(0.0, (budget - fixed) / per_layer + 0.5))
-    return limits
+def balanced(estimator: Estimator, layout: Layout, loads: StageCosts | None = None, budget: float = 0.0) -> Layout | None:
+    """This layout with its layers cut so that the slowest stage is as fast as possible, and no rank's load above ``budget``.
+
+    Exact for the given costs (`stage_search.cheapest`). With virtual stages, embedding or loss may be alone on theirs. None when
+    no cut keeps the budget.
+    """
+    model = estimator.model
+    if layout.pp == 1 or layout.stages > model.num_layers + 2 * (layout.vpp > 1):
+        return None
+    lows = [1] * layout.stages
+    if layout.vpp > 1:
+        lows[0] = lows[-1] = 0
+    split = cheapest(time_costs(estimator, layout), lows=lows, loads=loads, budget=budget)
+    return with_cut(layout, split, len(model.mtp)) if split else None
 
 
-def variants(estimator: Estimator, plain: Layout, *, uneven: bool) -> Iterator[Layout]:
-    """The even cut, where the layers divide; the fastest uneven one; and, if that is too heavy, the fastest uneven one that fits."""
+def variants(bounds: Bounds, plain: Layout, *, uneven: bool, lightest: bool = False) -> Iterator[tuple[Layout, MemoryEstimate]]:
+    """The even cut, where the layers divide, and the fastest cut whose stages fit, or the ``lightest`` one, each with its memory."""
+    estimator = bounds.estimator
     layers = estimator.model.num_layers
-    even = layers % plain.stages == 0
-    if even or not uneven:
-        yield plain
-    cut = balanced(estimator, plain) if uneven else None
-    if cut is None:
+    even = estimator.memory(plain) if plain.stages <= layers else None
+    if even and (layers % plain.stages == 0 or not uneven):
+        yield plain, even
+    if not uneven or plain.pp == 1:
         return
-    if not (even and all(word.count("t") == layers // plain.stages for word in cut.pipeline_layout or ())):
-        yield shortened(cut, layers)
-    if plain.vpp == 1 and not estimator.memory(cut).fits:
-        lighter = balanced(estimator, plain, _layer_limits(estimator, cut))
-        if lighter and lighter != cut:
-            yield shortened(lighter, layers)
+    cut: Layout | None
+    if even and plain.vpp == 1:
+        loads = memory_costs(bounds, plain, even)
+        budget = (even.capacity_gib * GIB - CONTEXT) / estimator.stack.fragmentation
+        if lightest:
+            split = cheapest(loads, lows=[1] * plain.pp)
+            cut = with_cut(plain, split, len(estimator.model.mtp)) if split else None
+        else:
+            cut = balanced(estimator, plain, loads, budget)
+    else:
+        cut = balanced(estimator, plain)
+    if cut and cut != plain:
+        yield cut, estimator.memory(cut)
 
 
 def shortened(layout: Layout, layers: int) -> Layout:
-    """The same cut said with `account_for_embedding` and `account_for_loss` where those give it."""
-    counts = [word.count("t") for word in layout.pipeline_layout or ()]
-    for first, last in ((True, True), (False, True), (True, False)):
-        units = layers + first + last
-        share, rest = divmod(units, layout.stages)
+    """The same cut without words where it is even, or with `account_for_embedding` and `account_for_loss` where those give it."""
+    words = layout.pipeline_layout or ()
+    counts = [word.count("t") for word in words]
+    for first, last in ((False, False), (True, True), (False, True), (True, False)):
+        share, rest = divmod(layers + first + last, layout.stages)
         expected = [share - first, *[share] * (layout.stages - 2), share - last]
-        if rest == 0 and counts == expected and not any("m" in word for word in layout.pipeline_layout or ()):
+        if rest == 0 and counts == expected and (not any("m" in word for word in words) or not (first or last)):
             return layout.replace(pipeline_layout=None, account_for_embedding=first, account_for_loss=last)
     return layout
 
@@ -127,7 +143,7 @@ def shortened(layout: Layout, layers: int) -> Layout:
 def search(
     estimator: Estimator, base: Layout, space: Space, *, judge: Judge, top: int = 5, uneven: bool = True, front: bool = True
 ) -> SearchResult:
-    """The ``top`` fastest layouts of ``space`` that are legal and fit on all GPUs of the estimator's cluster.
+    """The fastest layouts of ``space`` that are legal and fit on all GPUs of the estimator's cluster, one per set of degrees.
 
     base: what all layouts share (batch, precision, kernels). judge: findings of a layout; errors exclude it. uneven: also cut
     stages unevenly. front: also evaluate what the Pareto front over time and memory needs.
@@ -135,22 +151,24 @@ def search(
     bounds = Bounds(estimator)
     capacity = estimator.cluster.gpu.memory / GIB
     result = SearchResult()
-    found: list[Plan] = []
-    slowest = lightest = float("inf")  # time of the last wanted plan, least memory found so far
+    best: dict[tuple[object, ...], Plan] = {}  # the fastest plan of each set of degrees
+    light: list[Plan] = []  # plans lighter than all faster ones
+    fastest = slowest = lightest = float("inf")  # times of the first and last wanted plan, memory the next of the front must stay below
     queue: list[tuple[float, int, float, Group | Layout]] = []
     number = 0
     for group in groups(space, estimator.model, estimator.cluster.gpus, base, seq_len=estimator.seq_len):
         result.considered += group.size
-        seconds, least = bounds.group(group)
+        least = bounds.group_bytes(group)
         number += 1
         if bounds.reserved_gib(least) > capacity:
             result.rejected[NO_MEMORY_BOUND] += group.size
         else:
-            queue.append((seconds, number, least, group))
+            queue.append((bounds.group_seconds(group), number, least, group))
     heapify(queue)
     while queue:
         seconds, _, least, item = heappop(queue)
-        if seconds > slowest and not (front and least < lightest):
+        on_front = front and least < lightest and seconds <= FRONT_SLOWER * fastest
+        if seconds > slowest and not on_front:
             result.rejected[SLOWER] += item.size if isinstance(item, Group) else 1
         elif isinstance(item, Group):
             for layout in item.members():
@@ -161,23 +179,26 @@ def search(
                     number += 1
                     heappush(queue, (bounds.seconds(layout), number, least, layout))
         else:
-            for plan in _evaluate(estimator, item, judge, result, uneven):
-                found.append(plan)
-                lightest = min(lightest, plan.memory.allocated_gib * GIB)
-            if len(found) >= top:
-                slowest = sorted(plan.time.seconds for plan in found)[top - 1]
-    found.sort(key=lambda plan: (plan.time.seconds, plan.memory.allocated_gib))
+            for plan in _evaluate(bounds, item, judge, result, uneven):
+                key = degrees(plan.layout)
+                if key not in best or plan.time.seconds < best[key].time.seconds:
+                    best[key] = plan
+                light.append(plan)
+                fastest = min(fastest, plan.time.seconds)
+                lightest = min(lightest, FRONT_STEP * plan.memory.allocated_gib * GIB)
+            if len(best) >= top:
+                slowest = sorted(plan.time.seconds for plan in best.values())[top - 1]
+    found = sorted(best.values(), key=lambda plan: (plan.time.seconds, plan.memory.allocated_gib))
     result.plans = found[:top]
-    result.front = pareto(found)
+    result.front = pareto(light)
     if not found:
         result.nearest = lightest_plan(estimator, base, space, judge=judge, uneven=uneven)
     return result
 
 
-def _evaluate(estimator: Estimator, layout: Layout, judge: Judge, result: SearchResult, uneven: bool) -> Iterator[Plan]:
-    for variant in variants(estimator, layout, uneven=uneven):
+def _evaluate(bounds: Bounds, layout: Layout, judge: Judge, result: SearchResult, uneven: bool) -> Iterator[Plan]:
+    for variant, memory in variants(bounds, layout, uneven=uneven):
         result.evaluated += 1
-        memory = estimator.memory(variant)
         if not memory.fits:
             result.rejected[NO_MEMORY] += 1
             continue
@@ -186,17 +207,21 @@ def _evaluate(estimator: Estimator, layout: Layout, judge: Judge, result: Search
         if error:
             result.rejected[f"rule {error.rule}: {error.why}"] += 1
             continue
-        yield Plan(layout=variant, memory=memory, time=estimator.step_time(variant), findings=findings)
+        yield Plan(layout=variant, memory=memory, time=bounds.estimator.step_time(variant), findings=findings)
 
 
 def lightest_plan(estimator: Estimator, base: Layout, space: Space, *, judge: Judge, uneven: bool = True) -> Plan | None:
-    """The legal layout of the space with the least memory on its heaviest rank, whether it fits or not; None if none is legal."""
+    """The legal layout of the space with the least memory on its heaviest rank, whether it fits or not; None if none is legal.
+
+    Larger micro batches never take less memory, and the way context parallel ranks communicate does not change it.
+    """
     bounds = Bounds(estimator)
+    space = replace(space, mbs=(min(space.mbs),), cp_comm=space.cp_comm[:1])
     best: Plan | None = None
     lightest = float("inf")
     queue: list[tuple[float, int, Group | Layout]] = []
     for group in groups(space, estimator.model, estimator.cluster.gpus, base, seq_len=estimator.seq_len):
-        queue.append((bounds.group(group)[1], len(queue), group))
+        queue.append((bounds.group_bytes(group), len(queue), group))
     heapify(queue)
     number = len(queue)
     while queue:
@@ -208,8 +233,7 @@ def lightest_plan(estimator: Estimator, base: Layout, space: Space, *, judge: Ju
                 number += 1
                 heappush(queue, (bounds.bytes(layout), number, layout))
             continue
-        for variant in variants(estimator, item, uneven=uneven):
-            memory = estimator.memory(variant)
+        for variant, memory in variants(bounds, item, uneven=uneven, lightest=True):
             if memory.allocated_gib * GIB >= lightest:
                 continue
             findings = tuple(judge(variant))
@@ -219,10 +243,18 @@ def lightest_plan(estimator: Estimator, base: Layout, space: Space, *, judge: Ju
     return best
 
 
+def degrees(layout: Layout) -> tuple[object, ...]:
+    """What tells two plans apart in a ranking; virtual stages, recompute and the cut are settled within it."""
+    return (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.mbs, layout.sharding)
+
+
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans no other plan beats in step time, memory and GPUs together, fastest first."""
+    """Plans that need clearly less memory than every faster one (`FRONT_STEP`), fastest first, down to `FRONT_SLOWER`."""
     front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.allocated_gib, plan.layout.world)):
-        if not any(kept.memory.allocated_gib <= plan.memory.allocated_gib and kept.layout.world <= plan.layout.world for kept in front):
+    for plan in sorted(plans, key=lambda plan: (plan.time.seconds, plan.memory.allocated_gib)):
+        if not front or (
+            plan.memory.allocated_gib <= FRONT_STEP * front[-1].memory.allocated_gib
+            and plan.time.seconds <= FRONT_SLOWER * front[0].time.seconds
+        ):
             front.append(plan)
     return front

@@ -21,6 +21,8 @@ SHARDING: dict[str, dict[str, Any]] = {
     "megatron_fsdp": {"sharding": "megatron_fsdp"},
     "fsdp2": {"sharding": "fsdp2", "param_dtype": "fp32", "master_dtype": None},
 }
+# Megatron FSDP gathers each layer again for every micro batch; all published runs and presets use it without a pipeline.
+NOT_WITH_PIPELINE = ("megatron_fsdp",)
 FRAMEWORK_SHARDING = {
     "torchtitan": ("fsdp2",),
     "megatron-core": ("distributed_optimizer", "megatron_fsdp"),
@@ -36,7 +38,7 @@ class Space:
     tp: tuple[int, ...]
     cp: tuple[int, ...]
     pp: tuple[int, ...]
-    vpp: tuple[int, ...] | None  # None = every count that splits the layers evenly, with or without embedding and loss
+    vpp: tuple[int, ...] | None  # None = `virtual_stages`
     ep: tuple[int, ...]
     etp: tuple[int, ...] | None  # None = 1 and the tensor parallel size
     mbs: tuple[int, ...]
@@ -110,12 +112,15 @@ def space_of(model: ModelSpec, cluster: Cluster, base: Layout, *, seq_len: int, 
 
 
 def virtual_stages(model: ModelSpec, pp: int) -> tuple[int, ...]:
-    """Virtual stages per rank that split the layers evenly, counting neither, one or both of embedding and loss as a layer."""
+    """Virtual stages per rank worth trying: for each number of layers in a stage, the fewest stages that hold the model.
+
+    Embedding and loss may count as a layer or be alone on their stage.
+    """
     if pp == 1:
         return (1,)
-    units = (model.num_layers, model.num_layers + 1, model.num_layers + 2)
-    counts = [vpp for vpp in range(2, model.num_layers // pp + 1) if any(total % (pp * vpp) == 0 for total in units)]
-    return (1, *counts)
+    layers = model.num_layers
+    counts = {-(-units // (pp * size)) for size in range(1, layers // pp + 1) for units in (layers, layers + 2)}
+    return (1, *sorted(vpp for vpp in counts if vpp > 1 and pp * vpp <= layers + 2))
 
 
 def groups(space: Space, model: ModelSpec, world: int, base: Layout, *, seq_len: int) -> Iterator[Group]:
@@ -148,7 +153,7 @@ def _batch_groups(space: Space, model: ModelSpec, start: Layout) -> Iterator[Gro
         meshes = [(ep, etp) for etp in etps for ep in space.ep if start.world % (pp * ep * etp) == 0 and model.moe.ffn % etp == 0]
     counts = virtual_stages(model, pp)
     if space.vpp is not None:
-        counts = tuple(vpp for vpp in space.vpp if pp * vpp <= model.num_layers and (vpp == 1 or pp > 1))
+        counts = tuple(vpp for vpp in space.vpp if pp * vpp <= model.num_layers + 2 and (vpp == 1 or pp > 1))
     for mbs in space.mbs:
         if start.gbs % (mbs * dp):
             continue
@@ -156,5 +161,7 @@ def _batch_groups(space: Space, model: ModelSpec, start: Layout) -> Iterator[Gro
         legal = tuple(vpp for vpp in counts if vpp == 1 or micro % pp == 0)
         for ep, etp in meshes:
             for sharding in space.sharding:
+                if pp > 1 and sharding in NOT_WITH_PIPELINE:
+                    continue
                 layout = derive(start, ep=ep, etp=etp, mbs=mbs, recompute=Recompute(), **SHARDING[sharding])
                 yield Group(layout=layout, vpp=legal, recompute=space.recompute)

@@ -7,7 +7,6 @@ exact, not a heuristic.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,6 +38,45 @@ class StageSplit:
         return tuple(zip((0, *ends[:-1]), ends))
 
 
+class StageCosts:
+    """Cost of layers ``start`` to ``end`` on a stage: their own costs, plus ``kept`` times the stage's factor, plus the stage's extra.
+
+    With bytes: state of a layer, activations of a layer per micro batch, micro batches in flight, embedding or head.
+    """
+
+    def __init__(
+        self, layers: Sequence[float], extra: Sequence[float], *, kept: Sequence[float] = (), factors: Sequence[float] = ()
+    ) -> None:
+        self.count, self.stages = len(layers), len(extra)
+        self.extra, self.factors = tuple(extra), tuple(factors) or (0.0,) * len(extra)
+        self._own = (0.0, *accumulate(layers))
+        self._kept = (0.0, *accumulate(kept)) if kept else (0.0,) * (len(layers) + 1)
+        self.largest = max(layers, default=0.0) + max(kept, default=0.0) * max(self.factors)
+        self.uniform = len(set(layers)) <= 1 and len(set(kept)) <= 1
+        least = min(self.factors)
+        self._rest = [self._own[-1] - own + least * (self._kept[-1] - held) for own, held in zip(self._own, self._kept)]
+        self._later = [sum(self.extra[stage + 1 :]) for stage in range(self.stages)]
+
+    def of(self, stage: int, start: int, end: int) -> float:
+        return self._own[end] - self._own[start] + self.factors[stage] * (self._kept[end] - self._kept[start]) + self.extra[stage]
+
+    def rest(self, stage: int, end: int) -> float:
+        """At least this is left for the stages after ``stage`` when it ends at layer ``end``."""
+        return self._rest[end] + self._later[stage]
+
+    def split(self, layers: Sequence[int]) -> StageSplit:
+        ends = tuple(accumulate(layers))
+        costs = tuple(self.of(stage, end - size, end) for stage, (size, end) in enumerate(zip(layers, ends)))
+        return StageSplit(layers=tuple(layers), costs=costs)
+
+
+def _end_costs(layer_costs: Sequence[float], stages: int, first: float, last: float) -> StageCosts:
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    return StageCosts(layer_costs, extra)
+
+
 def split_costs(layer_costs: Sequence[float], layers: Sequence[int], *, first: float = 0.0, last: float = 0.0) -> StageSplit:
     """Cost of every stage of a given split; ``first`` and ``last`` are added to the end stages (embedding, head)."""
     if sum(layers) != len(layer_costs):
@@ -47,117 +85,138 @@ def split_costs(layer_costs: Sequence[float], layers: Sequence[int], *, first: f
             why=f"they sum to {sum(layers)} layers, the model has {len(layer_costs)}",
             try_=f"stages that sum to {len(layer_costs)}",
         )
-    prefix = (0.0, *accumulate(layer_costs))
-    ends = tuple(accumulate(layers))
-    costs = [prefix[end] - prefix[end - count] for count, end in zip(layers, ends)]
-    costs[0] += first
-    costs[-1] += last
-    return StageSplit(layers=tuple(layers), costs=tuple(costs))
+    return _end_costs(layer_costs, len(layers), first, last).split(layers)
 
 
 def best_split(
-    layer_costs: Sequence[float],
-    stages: int,
-    *,
-    first: float = 0.0,
-    last: float = 0.0,
-    pins: Mapping[int, int] | None = None,
-    limits: Sequence[float] | None = None,
-    weights: Sequence[float] | None = None,
-    least: int = 1,
-) -> StageSplit | None:
+    layer_costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0, pins: Mapping[int, int] | None = None
+) -> StageSplit:
     """Split ``layer_costs`` over ``stages`` with the smallest heaviest stage, then the smallest sum of squares.
 
-    ``first`` and ``last`` are extra costs of the end stages. ``pins`` fixes the layer count of a stage (by stage id,
-    negative ids count from the end). ``limits`` bounds the weight of each stage, where ``weights`` are per-layer
-    weights in another unit than the costs (bytes against seconds). Returns None when no split keeps the limits;
-    raises ``InputError`` when the pins cannot hold.
+    ``first`` and ``last`` are extra costs of the end stages. ``pins`` fixes the layer count of a stage (by stage id, negative
+    ids count from the end). Raises `InputError` when no split keeps them.
     """
-    count = len(layer_costs)
-    fixed = _checked_pins(count, stages, pins or {}, least)
-    costs = (0.0, *accumulate(layer_costs))
-    loads = (0.0, *accumulate(weights if weights is not None else layer_costs))
-    extra = [0.0] * stages
-    extra[0] += first
-    extra[-1] += last
+    lows = [1] * stages
+    fixed = _checked_pins(len(layer_costs), lows, pins or {})
+    split = cheapest(_end_costs(layer_costs, stages, first, last), lows=lows, fixed=fixed)
+    assert split is not None  # the pins leave every free stage a layer
+    return split
 
-    def counts(stage: int) -> range:
-        return range(fixed[stage], fixed[stage] + 1) if stage in fixed else range(least, count + 1)
 
-    def run(cap: float, *, squares: bool) -> tuple[int, ...] | None:
-        """Best split with no stage above ``cap``: by the sum of squares, or by the heaviest stage."""
-        best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-        for stage in range(stages):
-            row: dict[int, tuple[float, int]] = {}
-            room = cap * (stages - stage - 1) - (last if stage < stages - 1 else 0.0)  # what the later stages can take
-            for start, (value, _) in best[stage].items():
-                for size in counts(stage):
-                    end = start + size
-                    if end > count:
-                        break
-                    cost = costs[end] - costs[start] + extra[stage]
-                    if cost > cap or (limits is not None and loads[end] - loads[start] > limits[stage]):
-                        break
-                    if costs[count] - costs[end] > room:
-                        continue
-                    new = value + cost * cost if squares else max(value, cost)
-                    if end not in row or new < row[end][0]:
-                        row[end] = (new, start)
-            best.append(row)
-        if count not in best[stages]:
-            return None
-        layers: list[int] = []
-        end = count
-        for stage in range(stages, 0, -1):
-            start = best[stage][end][1]
+def cheapest(
+    costs: StageCosts,
+    *,
+    lows: Sequence[int],
+    fixed: Mapping[int, int] | None = None,
+    loads: StageCosts | None = None,
+    budget: float = 0.0,
+) -> StageSplit | None:
+    """The split with the smallest heaviest stage by ``costs`` in which no stage has a load above ``budget``; None if there is none.
+
+    ``lows``: fewest layers of each stage. ``fixed``: layers of some stages.
+    """
+    pins = fixed or {}
+    found = None if pins else _filled(costs, lows, loads, budget)
+    if not costs.uniform or pins:  # a stage may have to stop early so that a heavy layer or a pin falls on another one
+        cap = costs.split(found).heaviest * (1 + _TOLERANCE) if found else float("inf")
+        found = _table(costs, lows, pins, loads, budget, cap, squares=False)
+    if found is None:
+        return None
+    heaviest = costs.split(found).heaviest * (1 + _TOLERANCE)
+    return costs.split(_table(costs, lows, pins, loads, budget, heaviest, squares=True) or found)
+
+
+def _filled(costs: StageCosts, lows: Sequence[int], loads: StageCosts | None, budget: float) -> tuple[int, ...] | None:
+    """Fill each stage up to a cap, and raise the cap to the next cost that changes a stage.
+
+    The smallest heaviest stage when all layers are alike, near it otherwise.
+    """
+    count = costs.count
+    cap = costs.rest(-1, 0) / costs.stages
+    while True:
+        start, later, layers = 0, sum(lows), []
+        following = float("inf")  # the least cap that lets some stage take one layer more
+        for stage, low in enumerate(lows):
+            later -= low
+            end = start + low
+            if end > count or (low and loads is not None and loads.of(stage, start, end) > budget):
+                return None
+            if costs.of(stage, start, end) > cap:
+                following = min(following, costs.of(stage, start, end))
+                break
+            while end < count - later:
+                if loads is not None and loads.of(stage, start, end + 1) > budget:
+                    break
+                cost = costs.of(stage, start, end + 1)
+                if cost > cap:
+                    following = min(following, cost)
+                    break
+                end += 1
             layers.append(end - start)
-            end = start
-        return tuple(reversed(layers))
+            start = end
+        else:
+            if start == count:
+                return tuple(layers)
+        if following == float("inf"):
+            return None
+        cap = following
 
-    if limits is not None and not fixed and not _can_hold(loads, limits, least):
+
+def _table(
+    costs: StageCosts, lows: Sequence[int], fixed: Mapping[int, int], loads: StageCosts | None, budget: float, cap: float, *, squares: bool
+) -> tuple[int, ...] | None:
+    """Best split with no stage above ``cap``: by the sum of squares, or by the heaviest stage."""
+    count, stages = costs.count, costs.stages
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(stages):
+        row: dict[int, tuple[float, int]] = {}
+        room = cap * (stages - stage - 1) if stage < stages - 1 else 0.0
+        sizes = range(fixed[stage], fixed[stage] + 1) if stage in fixed else range(lows[stage], count + 1)
+        for start, (value, _) in best[stage].items():
+            for size in sizes:
+                end = start + size
+                if end > count:
+                    break
+                cost = costs.of(stage, start, end)
+                if cost > cap or (loads is not None and loads.of(stage, start, end) > budget):
+                    break
+                if costs.rest(stage, end) > room:
+                    continue
+                new = value + cost * cost if squares else max(value, cost)
+                if end not in row or new < row[end][0]:
+                    row[end] = (new, start)
+        best.append(row)
+    if count not in best[stages]:
         return None
-    # a cap near the average keeps the table narrow; it grows until a split is found
-    cap = ((costs[count] + first + last) / stages + max(layer_costs)) * (1 + _TOLERANCE)
-    smallest_max = run(cap, squares=False)
-    while smallest_max is None and cap < costs[count] + first + last:
-        cap *= 1.25
-        smallest_max = run(cap, squares=False)
-    if smallest_max is None:
-        return None
-    heaviest = split_costs(layer_costs, smallest_max, first=first, last=last).heaviest
-    layers = run(heaviest * (1 + _TOLERANCE), squares=True) or smallest_max
-    return split_costs(layer_costs, layers, first=first, last=last)
+    layers: list[int] = []
+    end = count
+    for stage in range(stages, 0, -1):
+        start = best[stage][end][1]
+        layers.append(end - start)
+        end = start
+    return tuple(reversed(layers))
 
 
-def _can_hold(loads: Sequence[float], limits: Sequence[float], least: int) -> bool:
-    """Whether the stages, each filled to its limit in turn, take all layers."""
-    start, count = 0, len(loads) - 1
-    for stage, limit in enumerate(limits):
-        end = bisect_right(loads, loads[start] + limit) - 1
-        if end - start < least:
-            return False
-        start = min(end, count - least * (len(limits) - stage - 1))
-    return start == count
-
-
-def _checked_pins(count: int, stages: int, pins: Mapping[int, int], least: int) -> dict[int, int]:
-    if stages < 1 or stages * least > count:
+def _checked_pins(count: int, lows: Sequence[int], pins: Mapping[int, int]) -> dict[int, int]:
+    """Pins by stage id. Raises `InputError` when no split can keep them."""
+    stages = len(lows)
+    if stages < 1 or sum(lows) > count:
         raise InputError(
             given=f"{stages} stages for {count} layers",
-            why=f"every stage needs at least {least} layer(s), {stages * least} in all",
-            try_=f"1 to {count // max(least, 1)} stages",
+            why=f"every stage needs at least one layer, {sum(lows)} in all",
+            try_=f"1 to {count} stages",
         )
     fixed = {stage + stages if stage < 0 else stage: size for stage, size in pins.items()}
-    outside = [stage for stage in fixed if not 0 <= stage < stages]
-    total, free = sum(fixed.values()), stages - len(fixed)
     text = ", ".join(f"stage {stage}: {size}" for stage, size in sorted(fixed.items()))
-    if outside:
+    if any(not 0 <= stage < stages for stage in fixed):
         raise InputError(given=f"pinned {text}", why=f"there are {stages} stages, 0 to {stages - 1}", try_="pins on those stages")
-    if any(size < least for size in fixed.values()) or (total != count if free == 0 else total + free * least > count):
-        rest = f" plus {free} free stage(s) of at least {least}" if free else ""
+    total, free = sum(fixed.values()), [low for stage, low in enumerate(lows) if stage not in fixed]
+    small = any(size < lows[stage] for stage, size in fixed.items())
+    if small or (total + sum(free) > count if free else total != count):
+        rest = f" plus {len(free)} free stage(s) with at least {sum(free)}" if free else ""
         raise InputError(
             given=f"pinned {text}",
             why=f"the pins sum to {total}{rest}, the model has {count} layers",
-            try_=f"pins that leave {'nothing' if free == 0 else f'at least {free * least} layers'} of {count}",
+            try_=f"pins that leave {f'at least {sum(free)} layers' if free else 'nothing'} of {count}",
         )
     return fixed
