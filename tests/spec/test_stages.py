@@ -49,6 +49,11 @@ def test_impossible_splits_are_refused(layout: Layout, text: str) -> None:
         stages.split(layout, 61)
 
 
+def test_ends_may_have_no_layer() -> None:
+    assert counts(Layout(pp=16, vpp=8), 126) == [0, *[1] * 126, 0]  # Llama-3.1-405B in Megatron Bridge, 128 stages
+    assert counts(Layout(pp=4), 3) == [1, 1, 1, 0]
+
+
 def test_interleaved_stages_follow_megatron() -> None:
     # stage r, virtual v starts at v * (L / VP) + r * (L / (PP * VP))
     found = stages.split(Layout(pp=4, vpp=2), 16)

@@ -67,13 +67,15 @@ def layer_counts(layout: Layout, num_layers: int) -> list[int]:
     if layout.first_stage_layers is not None or layout.last_stage_layers is not None:
         per_rank = [even_counts(count, layout.vpp) for count in _pinned_counts(layout, num_layers)]
         return [per_rank[rank_of_stage(layout, s)][s // layout.pp] for s in range(layout.stages)]
-    extra_first, extra_last = int(layout.account_for_embedding), int(layout.account_for_loss)
+    # a stage of the embedding or the loss alone: when stages are cut so, or when there are one or two stages too many
+    extra_last = layout.account_for_loss or layout.stages > num_layers
+    extra_first = layout.account_for_embedding or layout.stages > num_layers + 1
     counts = even_counts(num_layers + extra_first + extra_last, layout.stages)
     counts[0] -= extra_first
     counts[-1] -= extra_last
-    if min(counts) < 0 or num_layers < layout.stages - extra_first - extra_last:
+    if min(counts) < 0 or layout.stages > num_layers + 2:
         given = f"{num_layers} layers, pp={layout.pp}, vpp={layout.vpp}"
-        raise _refuse("P2", given, f"{layout.stages} stages are more than the layers", f"pp * vpp of at most {num_layers}")
+        raise _refuse("P2", given, f"{layout.stages} stages are more than the layers", f"pp * vpp of at most {num_layers + 2}")
     return counts
 
 

@@ -62,12 +62,11 @@ def layers_split_evenly(case: Case) -> Iterator[Problem]:
         if counted == 0 and (layers + more) % layout.stages == 0:
             names = "account_for_loss=true" if more == 1 else "account_for_embedding=true account_for_loss=true"
             fixes.append(names)
-    if layers >= layout.stages:
-        uneven = stages.even_counts(layers + counted, layout.stages)
-        uneven[0] -= layout.account_for_embedding
-        uneven[-1] -= layout.account_for_loss
-        words = pipeline_layout.unparse(pipeline_layout.from_counts(uneven, len(case.model.mtp)))
+    try:
+        words = pipeline_layout.unparse(pipeline_layout.from_counts(stages.layer_counts(layout, layers), len(case.model.mtp)))
         fixes.append(f"pipeline_layout='{words}'")
+    except LayoutError:
+        fixes.append("fewer stages")
     why = f"{layers + counted} do not split over {layout.stages} stages; Megatron refuses the plain split and takes an explicit one"
     yield Problem(given, why, ", or ".join(fixes))
 
@@ -274,6 +273,6 @@ def stages_do_not_outnumber_layers(case: Case) -> Iterator[Problem]:
     layout = case.layout
     if case.model is None or layout.pipeline_layout or _pins(layout):
         return
-    most = case.model.num_layers + (2 if case.framework == TITAN else _counted(layout))
+    most = case.model.num_layers + 2  # the embedding and the loss may have a stage of their own
     if layout.stages > most:
         yield Problem(f"{case.model.num_layers} layers, {layout.stages} stages", "more stages than layers", f"pp*vpp of {most} at most")
