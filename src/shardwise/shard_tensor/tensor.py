@@ -270,6 +270,21 @@ class ShardTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(self, expected_metadata, expected_type=None):
         return redistribute(self, expected_metadata[0].gradient())
 
+    def __create_write_items__(self, fqn: str, tensor: ShardTensor):
+        from shardwise.shard_tensor.saved import write_items
+
+        return write_items(fqn, tensor)
+
+    def __create_chunk_list__(self):
+        from shardwise.shard_tensor.saved import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index):
+        from shardwise.shard_tensor.saved import tensor_shard
+
+        return tensor_shard(self, index)
+
 
 registry.ShardTensor = ShardTensor
 
