@@ -49,23 +49,23 @@ def check_random(world, seed, count, dtype=torch.float64):
 
 
 @ranks(2)
-def test_300_random_cases_on_two_ranks(world):
-    check_random(world, 2, 300)
+def test_150_random_cases_on_two_ranks(world):
+    check_random(world, 2, 150)
 
 
 @ranks(3)
-def test_150_random_cases_on_three_ranks(world):
-    check_random(world, 3, 150)
+def test_80_random_cases_on_three_ranks(world):
+    check_random(world, 3, 80)
 
 
 @ranks(4, mesh={"a": 2, "b": 2})
-def test_100_random_cases_on_a_mesh_of_two_axes(world):
-    check_random(world, 5, 100)
+def test_60_random_cases_on_a_mesh_of_two_axes(world):
+    check_random(world, 5, 60)
 
 
 @ranks(2)
-def test_100_random_cases_in_single_precision(world):
-    check_random(world, 7, 100, torch.float32)
+def test_60_random_cases_in_single_precision(world):
+    check_random(world, 7, 60, torch.float32)
 
 
 @pytest.mark.parametrize(("mode", "halo"), [("nearest", 0), ("bilinear", 1), ("bicubic", 2)])

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from shardwise.shard_tensor.halo import grown
+from shardwise.shard_tensor.halo import aligned, grown
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.spec.spans import spans_of
-from shardwise.spec.windows import aligned_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +74,8 @@ def split_channels(spec: ShardTensorSpec, dim: int, groups: int, outputs: int, *
             first=block == 0,
         )
     per_group, made = spec.shape[dim] // groups, outputs // groups
-    sizes = aligned_sizes(spec.sizes[dim], per_group)
-    if sizes != spec.sizes[dim]:
-        blocks = (*spec.sizes[:dim], sizes, *spec.sizes[dim + 1 :])
-        spec = ShardTensorSpec(spec.mesh, spec.placements, spec.shape, blocks, spec.dtype, spec.stride)
+    spec = aligned(spec, dim, per_group)
+    sizes = spec.sizes[dim]
     start, stop = (row // per_group for row in spans_of(sizes)[block])
     if start == stop:
         start, stop = 0, 1

@@ -17,7 +17,7 @@ from shardwise.collectives.exchange import exchange
 from shardwise.mesh.groups import axis_group, flat_group
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.spec.spans import Span, Spans, spans_of
-from shardwise.spec.windows import output_spans, split_border
+from shardwise.spec.windows import aligned_sizes, output_spans, split_border
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,15 @@ def with_sizes(spec: ShardTensorSpec, shape: Sequence[int], halos: Sequence[Halo
     for halo in halos:
         sizes[halo.dim] = halo.make_sizes
     return ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), tuple(sizes), dtype or spec.dtype)
+
+
+def aligned(spec: ShardTensorSpec, dim: int, unit: int) -> ShardTensorSpec:
+    """`spec` with the shards of `dim`, if it is sharded, on multiples of `unit` rows."""
+    blocks = spec.sizes[dim]
+    if blocks is None or all(size % unit == 0 for size in blocks):
+        return spec
+    sizes = (*spec.sizes[:dim], aligned_sizes(blocks, unit), *spec.sizes[dim + 1 :])
+    return ShardTensorSpec(spec.mesh, spec.placements, spec.shape, sizes, spec.dtype, spec.stride)
 
 
 def rows_at(local: Tensor, dim: int, start: int, rows: int) -> Tensor:
