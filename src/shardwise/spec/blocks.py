@@ -43,10 +43,8 @@ class Attention:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "head_bias", "full"] = "none"  # per head (with or without bias) or over all heads together
     gated: bool = False  # the query projection also makes a sigmoid gate of the output, as wide as the query
-    head_gate: bool = False  # a separate projection makes one gate per head
     sinks: bool = False  # one learned logit per head
     shared_kv: bool = False  # keys and values come from one projection
-    v_norm: bool = False
 
     @property
     def v_dim(self) -> int:
@@ -66,7 +64,7 @@ class Attention:
         fan_in = hidden + self.qkv_bias
         count = _share(self.q_width * fan_in, tp) + _share(self.kv_width * fan_in, min(tp, self.kv_heads))
         count += _share(self.heads * self.v_dim * hidden, tp) + hidden * self.out_bias
-        count += _share(self.heads * hidden, tp) * self.head_gate + _share(self.heads, tp) * self.sinks
+        count += _share(self.heads, tp) * self.sinks
         if self.qk_norm in ("head", "head_bias"):
             count += 2 * self.head_dim * (2 if self.qk_norm == "head_bias" else 1)
         elif self.qk_norm == "full":

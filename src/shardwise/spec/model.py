@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import prod
 from typing import Any
 
 from shardwise.spec.blocks import Attention, CompressedAttention, Layer, Mla, Mlp, Moe, Params
@@ -25,7 +24,6 @@ class ModelSpec:
     norm_bias: bool = False  # norms have a bias (LayerNorm)
     positions: int = 0  # rows of a learned position embedding
     embedding_norm: bool = False
-    head_bias: bool = False
     final_norm: bool = True
     other_params: int = 0  # parameters outside layers, embedding and head not covered above, exact; on the last stage
     max_positions: int | None = None  # longest sequence the positions allow
@@ -103,20 +101,20 @@ class ModelSpec:
     @property
     def head_params(self) -> int:
         """Output head, also when tied, vocabulary not padded."""
-        return self.vocab * (self.hidden + self.head_bias)
+        return self.vocab * self.hidden
 
     def embedding_params_on_rank(self, tp: int) -> int:
         rows = self.padded_vocab(tp) // tp
         return (rows + self.positions) * self.hidden + self.norm_params * self.embedding_norm
 
     def head_params_on_rank(self, tp: int) -> int:
-        return self.padded_vocab(tp) // tp * (self.hidden + self.head_bias)
+        return self.padded_vocab(tp) // tp * self.hidden
 
     @cached_property
     def total_params(self) -> int:
         """All parameters, MTP layers left out (as Hugging Face counts them)."""
         layers = sum(self.layer_params(layer).total * count for layer, count in self.runs)
-        head = self.vocab * self.head_bias if self.tied else self.head_params
+        head = 0 if self.tied else self.head_params
         return self.embedding_params + layers + self.final_norm * self.norm_params + head + self.other_params
 
     @cached_property
@@ -147,7 +145,3 @@ class GridModel:
     param_dtype: str = "fp32"
     halo_bytes: int = 0
     peak_bytes_per_sample: int = 0  # largest temporary on top of the saved activations, whole grid
-
-    @property
-    def points(self) -> int:
-        return prod(self.grid)

@@ -40,6 +40,9 @@ def dense_mesh_tiles_the_world(case: Case) -> Iterator[Problem]:
     given = f"{case.world} GPUs, tp={layout.tp} cp={layout.cp} pp={layout.pp}"
     if case.world % mesh:
         why, instead = _worlds(case)
+        if case.world > 1:
+            products = ", ".join(str(each) for each in nearest(divisors(case.world), mesh))
+            instead += f", or degrees with TP*CP*PP of {products}"
         yield Problem(given, f"{case.world} is no multiple of TP*CP*PP = {mesh}; {why}", instead)
     elif layout.world != case.world:
         right = case.world // mesh

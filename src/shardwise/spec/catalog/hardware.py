@@ -28,7 +28,7 @@ def _gpu_key(name: str) -> str:
     try:
         return _gpu_names()[name.strip().lower().replace("_", "-").replace(" ", "-")]
     except KeyError:
-        raise ShardwiseError(unknown("GPU", name, gpu_names())) from None
+        raise ShardwiseError(unknown("GPU", name, _gpu_names(), "shardwise hardware")) from None
 
 
 @cache
@@ -71,7 +71,7 @@ def link(name: str) -> Link:
     try:
         entry = table("links")[key]
     except KeyError:
-        raise ShardwiseError(unknown("interconnect", name, link_names())) from None
+        raise ShardwiseError(unknown("interconnect", name, link_names(), "shardwise hardware")) from None
     return Link(
         name=key, bandwidth=entry["gbs"] * 1e9, latency=entry["latency_us"] * 1e-6, switched=entry["switched"], source=entry["source"]
     )

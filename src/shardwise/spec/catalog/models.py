@@ -67,4 +67,4 @@ def model(name: str) -> ModelSpec:
     path = Path(name)
     if name.endswith(".json") or path.is_dir():
         return hf.from_file(path)
-    raise ShardwiseError(unknown("model", name, model_names()) + "; or give the path of its config.json")
+    raise ShardwiseError(unknown("model", _plain(name), _names(), "shardwise models") + " (the path of a config.json works too)")

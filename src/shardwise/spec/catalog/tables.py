@@ -16,8 +16,7 @@ def table(name: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def unknown(kind: str, given: str, known: Iterable[str]) -> str:
-    """Message for an unknown name, with the nearest known ones."""
-    known = list(known)
-    near = get_close_matches(given.lower(), known, n=3, cutoff=0.5)
-    return f"unknown {kind} {given!r}; " + (f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}")
+def unknown(kind: str, given: str, known: Iterable[str], listed_by: str) -> str:
+    """Message for an unknown name: the nearest known ones, or the command that lists them."""
+    near = get_close_matches(given.lower(), list(known), n=3, cutoff=0.5)
+    return f"unknown {kind} {given!r}; " + (f"did you mean {', '.join(near)}?" if near else f"`{listed_by}` lists the known ones")
