@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import at_least_one, follow_model, framework_name, read_cluster, read_layout, read_model, read_source
+from shardwise.cli.inputs import (
+    counts_in_range,
+    follow_model,
+    framework_name,
+    read_all,
+    read_cluster,
+    read_layout,
+    read_model,
+    read_source,
+)
 from shardwise.cli.render import note, print_findings, print_json, print_lines
 from shardwise.errors import InputError, LayoutError
 from shardwise.spec import grammar
@@ -18,6 +27,8 @@ if TYPE_CHECKING:
     from shardwise.spec.cluster import Cluster
     from shardwise.spec.layout import Layout
     from shardwise.spec.model import ModelSpec
+
+MOST_STAGES = 1 << 14  # more pipeline stages than any model has layers are not laid out
 
 
 def check(
@@ -39,27 +50,28 @@ def check(
 
     Exit code 1 when a rule refuses the layout or it does not fit.
     """
-    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
     if not layout:
         raise InputError(
             given="check without LAYOUT", why="there is nothing to judge", try_="words like tp=4 pp=2 mbs=1 gbs=512, or a file"
         )
-    source = read_source(layout, world=gpus)
+    source, rules = read_all(lambda: read_source(layout, world=gpus), lambda: framework_name(framework))
     settings = source.settings
-    rules = framework_name(str(settings.get("framework", framework)))
+    rules = framework_name(str(settings.get("framework", rules)))
     world = gpus or _count(settings, "gpus")
     seq_len = _count(settings, "seq_len") or seq_len
-    chosen = read_layout(source, world=world, gbs=global_batch, precision=precision, framework=rules)
-    spec = read_model(model, settings)
+    kind, per_node = str(settings.get("gpu", gpu)), gpus_per_node or _count(settings, "gpus_per_node")
+    network = interconnect or settings.get("interconnect")
+    chosen, spec, cluster = read_all(
+        lambda: read_layout(source, world=world, gbs=global_batch, precision=precision, framework=rules),
+        lambda: read_model(model, settings),
+        lambda: read_cluster(kind, world or 1, gpus_per_node=per_node, interconnect=network),
+    )
     if spec is None:
         raise InputError(given="check without --model", why="heads, layers and memory depend on it", try_="--model llama-3.1-70b")
     chosen = follow_model(chosen, source, spec)
-    cluster = read_cluster(
-        str(settings.get("gpu", gpu)),
-        world or chosen.world,
-        gpus_per_node=gpus_per_node or _count(settings, "gpus_per_node"),
-        interconnect=interconnect or settings.get("interconnect"),
-    )
+    if world is None:
+        cluster = read_cluster(kind, chosen.world, gpus_per_node=per_node, interconnect=network)
     findings, memory, time = judge_layout(spec, cluster, chosen, seq_len=seq_len, framework=rules)
     for path, what in ((html, "report"), (trace, "trace")):
         if path and memory and time:
@@ -89,6 +101,8 @@ def judge_layout(
 
     findings = tuple(judge_of(spec, cluster, seq_len=seq_len, framework=framework)(layout))
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(framework))
+    if layout.stages > MOST_STAGES or any(finding.rule == "W4" for finding in findings):
+        return findings, None, None
     try:
         return findings, estimator.memory(layout), estimator.step_time(layout)
     except LayoutError as error:

@@ -9,7 +9,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import at_least_one, framework_name, read_cluster, read_layout, read_model, read_source
+from shardwise.cli.inputs import counts_in_range, framework_name, read_cluster, read_layout, read_model, read_source
 from shardwise.cli.render import print_json, print_lines, print_table, seconds
 from shardwise.errors import LayoutError
 from shardwise.planner.diff import COMMUNICATION, Delta, changes, memory_deltas, time_deltas
@@ -45,7 +45,7 @@ def diff(
 
     With --log: the likely causes of a failure or slowdown, and the cheapest remedies in order. Exit code 1 when they differ.
     """
-    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
     rules = framework_name(framework)
     from shardwise.planner.logs import read_log
 

@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import at_least_one, framework_name, read_layout, read_source
+from shardwise.cli.inputs import counts_in_range, framework_name, read_layout, read_source
 from shardwise.cli.render import note, print_json
 from shardwise.errors import InputError
 from shardwise.planner.exporters import READERS, WRITERS, slurm
@@ -31,7 +31,7 @@ def export(
     as_json: opt.Json = False,
 ) -> int:
     """Write LAYOUT for Megatron-LM, Megatron Bridge, torchtitan or SLURM. `shardwise check` reads the result back."""
-    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, global_batch=global_batch)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, global_batch=global_batch)
     target = {"megatron": "megatron-lm", "bridge": "megatron-bridge", "titan": "torchtitan"}.get(to.lower(), to.lower())
     if target not in WRITERS:
         near = get_close_matches(target, WRITERS, n=2, cutoff=0.4) or list(WRITERS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, LayoutError, ShardwiseError
 from shardwise.planner.exporters import READERS, format_of
 from shardwise.planner.space import SHARDING
 from shardwise.spec import catalog, grammar
@@ -27,6 +27,8 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "fp16": {"param_dtype": "fp16"},
 }
 _LIMIT = 1 << 20  # bytes of a layout file
+MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 12, "seq_len": 1 << 30, "top": 1000}
+MOST_SAMPLES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +52,39 @@ class Case:
     cluster: Cluster | None = None
 
 
-def at_least_one(**counts: int | None) -> None:
-    """Refuse counts below 1, all in one message."""
-    wrong = {name: value for name, value in counts.items() if value is not None and value < 1}
+def counts_in_range(**counts: int | None) -> None:
+    """Refuse counts below 1 or beyond any cluster, all in one message."""
+    wrong = {name: value for name, value in counts.items() if value is not None and not 1 <= value <= MOST.get(name, MOST_SAMPLES)}
     if wrong:
         raise InputError(
             given=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in wrong.items()),
-            why="counts must be whole numbers of at least 1",
-            try_=", ".join(f"--{name.replace('_', '-')} 1" for name in wrong),
+            why="counts are whole numbers from 1 to " + " and ".join(f"{MOST.get(name, MOST_SAMPLES):,} ({name})" for name in wrong),
+            try_=", ".join(f"--{name.replace('_', '-')} {8 if name == 'gpus' else 1}" for name in wrong),
         )
+
+
+def read_all(*readers: Callable[[], Any]) -> tuple[Any, ...]:
+    """The results of all readers, or one error with the problems of all of them."""
+    results, problems = [], []
+    for read in readers:
+        try:
+            results.append(read())
+        except ShardwiseError as error:
+            problems.append(error)
+    if len(problems) > 1:
+        raise Problems(problems)
+    if problems:
+        raise problems[0]
+    return tuple(results)
+
+
+class Problems(ShardwiseError):
+    """Several inputs were refused; `errors` has what each one says."""
+
+    def __init__(self, errors: Sequence[ShardwiseError]) -> None:
+        self.errors = tuple(errors)
+        self.findings = tuple(finding for error in errors if isinstance(error, LayoutError) for finding in error.findings)
+        super().__init__("\n".join(str(error) for error in errors))
 
 
 def framework_name(name: str) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.planner.rules import check_layout
 from shardwise.planner.rules.sizing import table_findings
-from shardwise.planner.rules.sizing import table_findings
 
 if TYPE_CHECKING:
     from shardwise.errors import Finding

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import at_least_one, framework_name, read_layout, read_model, read_source
+from shardwise.cli.inputs import counts_in_range, framework_name, read_layout, read_model, read_source
 from shardwise.cli.render import print_findings, print_json, print_lines, print_table
 from shardwise.errors import Finding, InputError
 from shardwise.spec import grammar
@@ -36,7 +36,7 @@ def min_gpus(
     With --model and no LAYOUT: the fewest GPUs the model trains on, and why fewer do not do. With --gpus: what the layout
     gives on that many.
     """
-    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
     rules = framework_name(framework)
     if not layout:
         if model is None:

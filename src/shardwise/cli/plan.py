@@ -51,10 +51,10 @@ def plan(
     LAYOUT words fix a choice (tp=8 keeps the search to TP 8). With --parameters, --activation-gib and --grid instead of
     --model: the ddp x domain split of any traced module.
     """
-    from shardwise.cli.inputs import at_least_one, framework_name, read_cluster, read_layout, read_model, read_source
+    from shardwise.cli.inputs import counts_in_range, framework_name, read_all, read_cluster, read_layout, read_model, read_source
     from shardwise.errors import InputError
 
-    at_least_one(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top)
     if parameters is not None or activation_gib is not None or grid is not None:
         from shardwise.cli.plan_domain import plan_module
 
@@ -77,9 +77,11 @@ def plan(
 
     rules = framework_name(framework)
     source = read_source(layout or (), world=gpus)
-    spec, cluster = read_model(model, {}), read_cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect)
-    assert spec is not None
-    base = read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework="bridge")
+    spec, cluster, base = read_all(
+        lambda: read_model(model, {}),
+        lambda: read_cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect),
+        lambda: read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework="bridge"),
+    )
     space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
     judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules)

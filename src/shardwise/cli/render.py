@@ -65,11 +65,13 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    from rich.text import Text
+    """Text folded to the terminal; what follows the first line of an indented one is indented further."""
+    from textwrap import fill
 
-    out = console()
+    width = console().width
     for line in lines:
-        out.print(Text(line))
+        indent = len(line) - len(line.lstrip(" -"))
+        print(fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False) if line else "")
 
 
 def note(text: str) -> None:

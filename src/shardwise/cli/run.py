@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from shardwise.cli import BAD_USAGE
-from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.errors import ShardwiseError
 
 
 def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def _guarded(function: Callable[..., Any], as_json: bool) -> Callable[..., Any]:
 def print_error(error: ShardwiseError, *, as_json: bool) -> None:
     """The message on stderr; with ``--json`` the same as one JSON object on stdout."""
     if as_json:
-        findings = [finding.to_dict() for finding in error.findings] if isinstance(error, LayoutError) else []
+        findings = [finding.to_dict() for finding in getattr(error, "findings", ())]
         print(json.dumps({"error": str(error), "findings": findings}, indent=2))
         return
     print(str(error), file=sys.stderr)

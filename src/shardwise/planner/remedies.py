@@ -66,7 +66,7 @@ def _whole_layers(layout: Layout, model: ModelSpec) -> Iterator[Layout]:
 
 
 def _move_layer(stage: int) -> Change:
-    """One layer of the first (0) or last (-1) stage moved to the middle stage with the fewest."""
+    """One layer of the first (0) or last (-1) stage moved to the last middle stage with the fewest."""
 
     def change(layout: Layout, model: ModelSpec) -> Iterator[Layout]:
         try:
@@ -76,7 +76,7 @@ def _move_layer(stage: int) -> Change:
         if layout.pp < 3 or counts[stage] < 2:
             return
         counts[stage] -= 1
-        middle = min(range(1, len(counts) - 1), key=lambda index: counts[index])
+        middle = min(range(1, len(counts) - 1), key=lambda index: (counts[index], -index))
         counts[middle] += 1
         words = ["t" * count for count in counts]
         words[0] = "E" + words[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
+from shardwise.planner.rules.alternatives import natural_cp_comm
 from shardwise.spec.blocks import Mla
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import CpComm, Layout, Recompute
@@ -74,7 +76,8 @@ def derive(layout: Layout, **changes: Any) -> Layout:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def recompute_choices(model: ModelSpec, base: Layout) -> tuple[Recompute, ...]:
@@ -107,7 +110,7 @@ def space_of(model: ModelSpec, cluster: Cluster, base: Layout, *, seq_len: int, 
         mbs=(1, 2, 4, 8),
         recompute=recompute_choices(model, base),
         sharding=FRAMEWORK_SHARDING[framework],
-        cp_comm=("all_gather",) if framework == "torchtitan" else ("p2p", "a2a"),
+        cp_comm=("all_gather",) if framework == "torchtitan" else tuple(dict.fromkeys((natural_cp_comm(model), "a2a"))),
     )
 
 

@@ -386,6 +386,8 @@ def _try(evidence: Evidence, text: str, layout: Layout, judge: Judge | None) -> 
     saves = memory.allocated_gib - after.allocated_gib
     fits = after.fits
     fault = evidence.fault
+    if fault and saves <= 0:
+        return None
     if fault and fault.allocated_gib is not None and fault.capacity_gib is not None:
         need = max(memory.allocated_gib, fault.allocated_gib + (fault.tried_gib or 0.0)) - saves
         fits = need * estimator.stack.fragmentation + CONTEXT / GIB <= fault.capacity_gib

@@ -1,0 +1,463 @@
+"""The commands of the contract: exit codes, JSON keys, worked cases, and one clear message for every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.cli import COMMANDS, main
+from shardwise.planner.exporters import WRITERS
+
+LLAMA_70B = ["--model", "llama-3.1-70b", "--gpus", "64", "--gpu", "h100-sxm", "--seq-len", "8192"]
+GOOD = ["tp=8", "pp=4", "mbs=1", "gbs=128", "sp=true", "recompute=full"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    code, out, _ = run(capsys, *words, "--json")
+    return code, json.loads(out)
+
+
+# min-gpus -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "least", "dp", "edp"),
+    [
+        # the table of the source document
+        ("pp=1 tp=2 cp=1 ep=8 etp=1", 8, 4, 1),
+        ("pp=1 tp=4 cp=1 ep=8 etp=1", 8, 2, 1),
+        ("pp=1 tp=2 cp=2 ep=8 etp=1", 8, 2, 1),
+        ("pp=1 tp=2 cp=4 ep=8 etp=1", 8, 1, 1),
+        ("pp=2 tp=2 cp=1 ep=8 etp=1", 16, 4, 1),
+        ("pp=1 tp=2 cp=1 ep=4 etp=2", 8, 4, 1),
+        # worked cases with their literal answers
+        ("tp=4 ep=4 etp=1", 4, 1, 1),
+        ("tp=2 ep=4 etp=2", 8, 4, 1),
+        ("tp=2 ep=4 etp=1", 4, 2, 1),
+        ("tp=2 cp=2 ep=8", 8, 2, 1),
+        ("tp=2 pp=2 ep=32", 64, 16, 1),
+        ("tp=8 cp=2 pp=15 ep=16", 240, 1, 1),
+        ("tp=4 cp=3 pp=2 ep=8", 48, 2, 3),
+    ],
+)
+def test_min_gpus_of_a_layout(capsys: pytest.CaptureFixture[str], words: str, least: int, dp: int, edp: int) -> None:
+    code, answer = run_json(capsys, "min-gpus", *words.split())
+    assert code == 0 and (answer["min_gpus"], answer["dp"], answer["edp"]) == (least, dp, edp)
+
+
+def test_min_gpus_names_the_wrong_products_and_whose_rule_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "min-gpus", "tp=4", "cp=3", "pp=2", "ep=8")
+    assert code == 0 and "min GPUs 48" in out and "not 192" in out and "not 24" in out
+    assert "Megatron Bridge" in out and "ETP=1" in out
+    _, out, _ = run(capsys, "min-gpus", "tp=4", "ep=4", "--framework", "megatron-core")
+    assert "min GPUs 16" in out and "ETP=4" in out and "follows TP" in out
+
+
+def test_data_parallel_sizes_on_a_given_world(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "min-gpus", "tp=2", "cp=2", "ep=4", "--gpus", "8")
+    assert code == 0 and answer["gpus"] == {"gpus": 8, "legal": True, "dp": 2, "edp": 2}
+    code, answer = run_json(capsys, "min-gpus", "tp=2", "cp=2", "ep=4", "--gpus", "9")
+    assert code == 1 and answer["gpus"]["nearest"] == [8, 12]
+
+
+def test_experts_that_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "min-gpus", "ep=48", "--model", "qwen3-235b-a22b")
+    assert code == 1 and any(finding["rule"] == "E2" and "128" in finding["given"] for finding in answer["findings"])
+
+
+def test_min_gpus_of_a_model_comes_with_a_certificate(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "min-gpus", "--model", "llama-3.1-8b", "--gpu", "h100-sxm", "--seq-len", "8192")
+    assert code == 0 and answer["min_gpus"] >= 2 and answer["dp"] >= 1
+    assert [world["fits"] for world in answer["worlds"]] == [False] * (len(answer["worlds"]) - 1) + [True]
+    assert all(world["constraint"] for world in answer["worlds"])
+
+
+# check ----------------------------------------------------------------------------------------------------------------
+
+
+def test_check_has_the_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "check", *LLAMA_70B, *GOOD)
+    assert code == 0 and answer["fits"] is True
+    assert {"tp", "pp", "vpp", "cp", "ep", "etp", "sp", "dp", "edp", "mbs", "gbs", "recompute"} <= set(answer["layout"])
+    assert (answer["layout"]["dp"], answer["layout"]["sp"], answer["layout"]["recompute"]) == (2, True, "full:uniform:1")
+    memory, time = answer["memory"], answer["step_time"]
+    assert {"allocated_gib", "reserved_gib", "capacity_gib", "terms", "stage"} <= set(memory)
+    assert sum(memory["terms"].values()) == pytest.approx(memory["allocated_gib"])
+    assert sum(time["terms"].values()) == pytest.approx(time["seconds"])
+    assert answer["tokens_per_s_per_gpu"] == pytest.approx(128 * 8192 / 64 / time["seconds"])
+
+
+def test_check_reports_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "check", *LLAMA_70B, "tp=3", "pp=7", "cp=5", "ep=2", "gbs=10", "mbs=4")
+    assert code == 1
+    rules = {finding["rule"] for finding in answer["findings"] if finding["severity"] == "error"}
+    assert len(rules) >= 4
+    assert all(finding["given"] and finding["why"] and finding["try"] and finding["source"] for finding in answer["findings"])
+
+
+def test_check_exits_with_1_when_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "check", *LLAMA_70B, "tp=1", "gbs=64")
+    assert code == 1 and answer["legal"] and answer["fits"] is False
+
+
+@pytest.mark.parametrize("name", ["short", "long", "yaml", "bridge yaml"])
+def test_layouts_are_read_from_words_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    texts = {
+        "yaml": "model: llama-3.1-70b\ngpus: 64\ntp: 8\npp: 4\nmbs: 1\ngbs: 128\nsp: true\n",
+        "bridge yaml": "model:\n  tensor_model_parallel_size: 8\n  pipeline_model_parallel_size: 4\n  sequence_parallel: true\n"
+        "train:\n  micro_batch_size: 1\n  global_batch_size: 128\n",
+    }
+    words = {
+        "short": ["tp=8", "pp=4", "mbs=1", "gbs=128", "sp=true"],
+        "long": [
+            "tensor_model_parallel_size=8",
+            "model.pipeline_model_parallel_size=4",
+            "--micro-batch-size=1",
+            "global_batch_size=128",
+            "sequence_parallel=True",
+        ],
+    }
+    if name in texts:
+        path = tmp_path / "layout.yaml"
+        path.write_text(texts[name])
+        words[name] = [str(path)]
+    given = [word for word in words[name] if not word.startswith("--")]
+    options = [word.lstrip("-") for word in words[name] if word.startswith("--")]
+    _, answer = run_json(capsys, "check", *LLAMA_70B, *given, *options)
+    layout = answer["layout"]
+    assert [layout[key] for key in ("tp", "pp", "mbs", "gbs", "sp", "dp")] == [8, 4, 1, 128, True, 2]
+
+
+@pytest.mark.parametrize("target", sorted(WRITERS))
+def test_check_reads_an_export_back(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str) -> None:
+    words = ["tp=8", "pp=2", "mbs=1", "gbs=64", "sp=true", "recompute=full"]
+    if target == "torchtitan":
+        words += ["sharding=fsdp2", "cp_comm=all_gather"]
+    path = tmp_path / "exported"
+    code, _, _ = run(capsys, "export", *words, "--gpus", "64", "--to", target, "--output", str(path))
+    assert code == 0
+    _, straight = run_json(capsys, "check", *LLAMA_70B, *words)
+    _, back = run_json(capsys, "check", *LLAMA_70B, str(path))
+    assert back["layout"] == straight["layout"] and back["step_time"] == straight["step_time"]
+
+
+def test_export_refuses_what_the_target_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "export", "tp=2", "etp=2", "ep=2", "vpp=2", "pp=2", "first_stage_layers=3", "--to", "torchtitan")
+    assert code == 2 and {"etp=2", "first_stage_layers=3"} <= {finding["given"] for finding in answer["findings"]}
+
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_has_the_keys_of_the_contract(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
+    words = [
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100-sxm",
+        "--seq-len",
+        "8192",
+        "--global-batch",
+        "64",
+        "--top",
+        "3",
+    ]
+    code, answer = run_json(capsys, *words, "--html", str(page), "--trace", str(trace), "--why-not", "tp=8 mbs=1")
+    assert code == 0 and len(answer["plans"]) == 3 and answer["min_gpus"] in (1, 2, 3, 4)
+    times = [plan["step_time"]["seconds"] for plan in answer["plans"]]
+    assert times == sorted(times) and all(plan["fits"] for plan in answer["plans"])
+    assert any("slower" in reason for reason in answer["why_not"]["reasons"])
+    assert answer["sizing"] and answer["rejected"] and answer["considered"] > answer["evaluated"] > 0
+    text = page.read_text()
+    assert text.count("<svg") >= 3 and "<script" not in text and "src=" not in text and "href=" not in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event["ph"] == "X" and event["dur"] > 0 for event in events)
+
+
+def test_words_hold_the_search_to_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = run_json(capsys, "plan", "--model", "llama-3.1-8b", "--gpus", "8", "--global-batch", "64", "tp=4", "recompute=full")
+    assert answer["plans"] and {(plan["layout"]["tp"], plan["layout"]["recompute"]) for plan in answer["plans"]} == {(4, "full:uniform:1")}
+
+
+def test_plan_that_does_not_fit_says_what_is_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "plan", "--model", "llama-3.1-405b", "--gpus", "8", "--gpu", "h100-sxm", "--global-batch", "8")
+    assert code == 1 and not answer["plans"] and answer["nearest"]["fits"] is False and answer["min_gpus"] is None
+
+
+def test_plan_of_a_traced_module(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--parameters", "31e6", "--activation-gib", "200", "--grid", "2048x2048", "--gpus", "8", "--gpu", "h100-sxm"]
+    code, answer = run_json(capsys, "plan", *words, "--global-batch", "2")
+    best = answer["plans"][0]
+    assert code == 0 and answer["smallest_domain"] == 3 and (best["ddp"], best["domain"], best["wrapper"]) == (2, 4, "ddp")
+
+
+# diff -----------------------------------------------------------------------------------------------------------------
+
+FAULT = (
+    "[rank{rank}]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 0.50 GiB is free. Including non-PyTorch memory, this process has 78.6 GiB memory in use. Of the allocated memory {allocated} GiB is "
+    "allocated by PyTorch, and {idle} GiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_diff_names_what_changed_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "diff", "tp=4 pp=4 mbs=1 gbs=128 sp=true", "tp=8 pp=4 mbs=1 gbs=128 sp=true", *LLAMA_70B)
+    assert code == 1
+    assert {change["name"] for change in answer["changes"] if not change["derived"]} == {"tp", "dp"}
+    assert answer["memory"]["after_gib"] < answer["memory"]["before_gib"]
+    tp = next(term for term in answer["communication"]["terms"] if term["term"] == "tp")
+    assert tp["change"] > 0
+    assert any("TP 4 -> 8" in cause["evidence"] for cause in answer["causes"])
+    code, answer = run_json(capsys, "diff", "tp=4 pp=4", "pp=4 tp=4")
+    assert code == 0 and answer["changes"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (FAULT.format(rank=5, allocated=60.0, idle=17.0), "fragmentation"),
+        (FAULT.format(rank=0, allocated=77.0, idle=0.5), "embedding and most micro batches in flight"),
+        ("[rank63]: loss = cross_entropy(logits)\n" + FAULT.format(rank=63, allocated=77.0, idle=0.5), "logits, loss, MTP"),
+        (
+            "[rank9]: Traceback\n[rank9]:   optimizer.step()\n" + FAULT.format(rank=9, allocated=77.0, idle=0.5),
+            "optimizer state appears then",
+        ),
+    ],
+)
+def test_a_log_leads_to_the_likely_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, cause: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(text + "\n")
+    layout = "tp=4 pp=4 vpp=5 mbs=1 gbs=512 sp=true"
+    code, answer = run_json(capsys, "diff", layout, layout, "--log", str(log), *LLAMA_70B)
+    assert code == 1 and answer["causes"][0]["cause"] == cause
+    remedies = answer["causes"][0]["remedies"]
+    assert remedies
+    fitting = [remedy["costs"] for remedy in remedies if remedy["fits"] and remedy["costs"] is not None]
+    assert fitting == sorted(fitting)
+
+
+# validate, catalogs ---------------------------------------------------------------------------------------------------
+
+RUNS = (
+    "id,source,model_name,arch,num_layers,hidden,ffn_hidden,num_heads,num_kv_heads,head_dim,vocab,num_experts,top_k,moe_ffn_hidden,"
+    "shared_expert_ffn,moe_layer_freq_or_dense_first,tie_embeddings,seq_len,gpus,gpu_type,precision,tp,pp,vpp,cp,ep,etp,sp,dp_kind,mbs,gbs,"
+    "recompute,offload,tokens_per_s_per_gpu,tflops_per_gpu,mfu,step_time_s,peak_mem_gib,notes\n"
+    "own-1,own,Llama-3-8B,dense,32,4096,14336,32,8,128,128256,,,,,,no,8192,8,H100-80GB-SXM,bf16,1,1,,1,1,1,False,fsdp,1,64,none,,"
+    "9000,,,7.2,60,\n"
+    "own-2,own,unknown,dense,,,,,,,,,,,,,,8192,8,H100-80GB-SXM,bf16,1,1,,1,1,1,False,fsdp,1,64,none,,9000,,,7.2,60,\n"
+)
+
+
+def test_validate_has_rows_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(RUNS)
+    code, answer = run_json(capsys, "validate", str(table))
+    first, second = sorted(answer["rows"], key=lambda row: row["id"])
+    assert code == 0 and first["predicted_s"] > 0 and first["time_error"] is not None
+    assert second["reason"]
+    assert {"rows", "covered", "median", "p90", "bias"} <= set(answer["summary"][0])
+    code, out, _ = run(capsys, "validate", str(table), "--rows")
+    assert code == 0 and "own-1" in out
+
+
+def test_catalogs_list_names_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "models", "llama-3.1")
+    assert code == 0 and {"llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"} <= {entry["name"] for entry in answer}
+    assert all(entry["source"] and entry["parameters"] > 0 for entry in answer)
+    code, answer = run_json(capsys, "hardware", "h100")
+    assert code == 0 and all(entry["source"] for entry in answer["gpus"])
+    assert run(capsys, "hardware", "abacus")[0] == 1
+
+
+# bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> dict[str, str]:
+    contents: dict[str, bytes] = {
+        "truncated.json": b'{"model_type": "llama", "hidden_size": ',
+        "unknown.json": b'{"model_type": "martian", "hidden_size": 5}',
+        "list.json": b"[1, 2]",
+        "wrong.json": b'{"model_type": "llama", "hidden_size": "big", "num_hidden_layers": -3}',
+        "binary.log": bytes(range(256)) * 8,
+        "prose.log": b"all went well\n",
+        "cut.csv": RUNS.encode()[:-80],
+        "empty.csv": b"",
+        "other.csv": b"a,b\n1,2\n",
+        "broken.yaml": b"tp: 4\npp: [\n",
+        "empty.yaml": b"",
+        "words.yaml": b"tp: four\npp: 0\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    return {name: str(tmp_path / name) for name in contents} | {"missing": str(tmp_path / "missing.json")}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("check --model @truncated.json --gpus 8 tp=2", "not JSON"),
+        ("check --model @unknown.json --gpus 8 tp=2", "martian"),
+        ("check --model @list.json --gpus 8 tp=2", "object"),
+        ("check --model @wrong.json --gpus 8 tp=2", "num_hidden_layers"),
+        ("check --model @missing --gpus 8 tp=2", "missing.json"),
+        ("check --model lama-3.1-70b --gpus 8 tp=2", "llama-3.1-70b"),
+        ("check --model llama-3.1-8b --gpu h1000 --gpus 8 tp=2", "h100"),
+        ("check --model llama-3.1-8b --interconnect tincan --gpus 8 tp=2", "tincan"),
+        ("check --model llama-3.1-8b --framework nemo --gpus 8 tp=2", "bridge"),
+        ("check --model llama-3.1-8b --gpus 0 tp=2", "--gpus 0"),
+        ("check --model llama-3.1-8b --gpus -8 tp=2", "--gpus -8"),
+        ("check --model llama-3.1-8b --gpus 99999999999 tp=2", "1,048,576"),
+        ("check --model llama-3.1-8b --gpus eight tp=2", "--gpus"),
+        ("check --model llama-3.1-8b --gpus 8 tp=0 pp=-1 cp=x", "pp=-1"),
+        ("check --model llama-3.1-8b --gpus 8 tensor=2", "tensor"),
+        ("check --model llama-3.1-8b --gpus 8 @binary.log", "binary"),
+        ("check --model llama-3.1-8b --gpus 8 @broken.yaml", "YAML"),
+        ("check --model llama-3.1-8b --gpus 8 @empty.yaml", "no keys"),
+        ("check --model llama-3.1-8b --gpus 8 @words.yaml", "four"),
+        ("check --model llama-3.1-8b --gpus 8", "LAYOUT"),
+        ("check --gpus 8 tp=2", "--model"),
+        ("check --model llama-3.1-8b --gpus 8 --seq-length 4096 tp=2", "--seq-len"),
+        ("plan --model llama-3.1-8b", "--gpus"),
+        ("plan --model llama-3.1-8b --gpus 8 --global-batch 64 dp=2", "dp=2"),
+        ("plan --parameters 1e6 --gpus 8", "--activation-gib"),
+        ("plan --parameters -1 --activation-gib 1 --grid 2x2 --gpus 1 --global-batch 1", "negative"),
+        ("plan --parameters 1e6 --activation-gib 1 --grid 0x2 --gpus 1 --global-batch 1", "--grid"),
+        ("min-gpus", "nothing to size"),
+        ("export tp=2 --to deepspeed", "megatron-lm"),
+        ("diff tp=2 tp=4 --log @binary.log", "binary"),
+        ("diff tp=2 tp=4 --log @prose.log", "out-of-memory"),
+        ("diff tp=2", "B"),
+        ("validate @cut.csv", "cut off"),
+        ("validate @empty.csv", "missing"),
+        ("validate @other.csv", "columns"),
+        ("validate @binary.log", "binary"),
+        ("validate @missing", "No such file"),
+        ("valdate x", "validate"),
+    ],
+)
+def test_bad_input_gives_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], bad_files: dict[str, str], words: str, said: str
+) -> None:
+    code, out, err = run(capsys, *(bad_files[word[1:]] if word.startswith("@") else word for word in words.split()))
+    assert code == 2 and not out and said in err and "Traceback" not in err
+
+
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "tp=2 tp=4 pp=2 pp=1 cp=3 cp=1 ep=1 ep=2 sp=maybe mbs=1 mbs=2 gbs=3 gbs=4 recompute=full recompute=none vpp=1 vpp=2 "
+        "precision=fp7 sharding=zero9 x=1"
+    )
+    code, answer = run_json(capsys, "check", "--model", "lama", "--gpu", "h1000", "--gpus", "8", *words.split())
+    assert code == 2 and len(answer["findings"]) >= 12
+    assert "lama" in answer["error"] and "h1000" in answer["error"]
+
+
+VALUES = st.one_of(st.integers(-3, 70).map(str), st.sampled_from(["true", "none", "full", "a2a", "fsdp2", "1e9", "", "999999999", "x"]))
+DEGREES = ["tp", "pp", "vpp", "cp", "ep", "etp", "sp", "dp", "mbs", "gbs"]
+CHOICES = ["recompute", "sharding", "cp_comm", "precision", "first_stage_layers", "pipeline_layout", "shard_group", "schedule"]
+KEYS = st.sampled_from(DEGREES + CHOICES)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.tuples(KEYS, VALUES).map("=".join), min_size=1, max_size=8),
+    model=st.sampled_from(["llama-3.1-8b", "deepseek-v3", "qwen3-30b-a3b"]),
+    gpus=st.integers(1, 4096),
+    framework=st.sampled_from(["bridge", "megatron-core", "torchtitan", "shardwise"]),
+)
+def test_no_layout_crashes_check(capsys: pytest.CaptureFixture[str], words: list[str], model: str, gpus: int, framework: str) -> None:
+    code, out, _ = run(capsys, "check", "--model", model, "--gpus", str(gpus), "--framework", framework, "--json", *words)
+    answer = json.loads(out)
+    assert code in (0, 1, 2)
+    assert ("error" in answer) == (code == 2)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*CONFIG, "head_dim", "tie_word_embeddings", "num_local_experts"]),
+        st.one_of(st.integers(-2, 40), st.none(), st.text(max_size=3), st.lists(st.integers(), max_size=2), st.booleans(), st.floats()),
+        max_size=3,
+    )
+)
+def test_no_config_crashes_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    code, out, _ = run(capsys, "check", "--model", str(path), "--gpus", "8", "--json", "tp=2", "gbs=8")
+    assert code in (0, 1, 2) and isinstance(json.loads(out), dict)
+
+
+# the frame ------------------------------------------------------------------------------------------------------------
+
+
+def test_overview_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and all(name in out for name in COMMANDS)
+    assert run(capsys)[0] == 2
+    for name in ("plan", "check", "min-gpus", "diff", "export", "validate", "models", "hardware"):
+        code, out, _ = run(capsys, name, "--help")
+        assert code == 0 and "--json" in out
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=os.environ, check=False, timeout=120)
+
+
+def test_the_module_runs_and_keeps_torch_out() -> None:
+    done = python("-m", "shardwise", "min-gpus", "pp=2", "tp=2", "cp=1", "ep=8", "etp=1")
+    assert done.returncode == 0 and "min GPUs 16" in done.stdout
+    code = (
+        "import sys\nfrom shardwise.cli import main\ntry:\n    main(['check', '--model', 'llama-3.1-8b', '--gpus', '8', 'tp=2', 'gbs=8'])\n"
+        "except SystemExit:\n    print([name for name in ('torch', 'numpy', 'pandas') if name in sys.modules])"
+    )
+    assert python("-c", code).stdout.strip().endswith("[]")
+    help_text = "import sys\nfrom shardwise.cli import main\ntry:\n    main(['plan', '--help'])\nexcept SystemExit:\n    "
+    done = python(
+        "-c", help_text + "print([name for name in sys.modules if name.startswith(('rich', 'shardwise.planner', 'shardwise.spec'))])"
+    )
+    assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_tables_keep_to_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (
+        ["check", *LLAMA_70B, *GOOD],
+        ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--global-batch", "64"],
+        ["hardware", "h100"],
+        ["min-gpus", "tp=4", "cp=3", "pp=2", "ep=8"],
+    ):
+        _, out, _ = run(capsys, *words)
+        assert out and max(map(len, out.splitlines())) <= int(columns)
+        assert "…" not in out
