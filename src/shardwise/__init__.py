@@ -12,7 +12,10 @@ _HOMES = {
     "ShardTensorSpec": "shardwise.shard_tensor",
     "TensorPromotionMode": "shardwise.shard_tensor",
     "UndeterminedShardingError": "shardwise.errors",
+    "clip_grad_norm_": "shardwise.parallel.optim",
     "fallback": "shardwise.shard_tensor",
+    "param_groups": "shardwise.parallel.optim",
+    "parallelize": "shardwise.parallel.wrap",
     "scatter_tensor": "shardwise.shard_tensor",
     "sync_module_over_mesh": "shardwise.shard_tensor",
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -121,6 +122,8 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
     """
     if not dims:
         return value
+    if averaging.owns is not None and averaging.owns(value):
+        return _Scaled.apply(value, prod(mesh.size(i) for i in dims))
     sums = mesh.__dict__.get("_shardwise_sums")
     if sums is None:
         sums = mesh.__dict__["_shardwise_sums"] = _Sums()
@@ -135,6 +138,32 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
         return comm.sum_gradient(value, group)
     use = sums.uses[id(value), dims] = _Use(value, group)
     return use.attach(value)
+
+
+class _Averaging(threading.local):
+    """`owns(value)`: whether a data-parallel reducer will average the gradient of `value` over the data and the domain axes.
+
+    Set while such a model runs. An average over n ranks of n times each summand is their sum, so the reducer's one pass over
+    the wire does both axes' work; a gradient that is already complete, and equal on the ranks, stays what it is.
+    """
+
+    owns = None
+
+
+averaging = _Averaging()
+
+
+class _Scaled(torch.autograd.Function):
+    """The value; its gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.factor, None
 
 
 class _Sums:
@@ -155,7 +184,7 @@ class _Sums:
 class _Use:
     """One weight on one group: the alias that ops use, and the gradient on its way back. Holds no tensor alive."""
 
-    __slots__ = ("__weakref__", "alias", "bucket", "group", "memory", "value")
+    __slots__ = ("__weakref__", "alias", "at_once", "bucket", "group", "memory", "value")
 
     def __init__(self, value: Tensor, group) -> None:
         self.value = weakref.ref(value)
@@ -163,11 +192,13 @@ class _Use:
         self.group = group
         self.bucket: _Bucket | None = None
         self.alias: TensorWeakRef | None = None
+        self.at_once = _reads_gradients_early()
 
     def attach(self, value: Tensor) -> Tensor:
         last = _alias(value)
-        last.grad_fn._set_sequence_nr(0)
-        last.register_hook(self.finish)
+        if not self.at_once:
+            last.grad_fn._set_sequence_nr(0)
+            last.register_hook(self.finish)
         first = _alias(last)
         first.register_hook(self.contribute)
         self.alias = TensorWeakRef(first)
@@ -182,7 +213,7 @@ class _Use:
     def contribute(self, grad: Tensor) -> Tensor | None:
         """Take this rank's summand; runs as soon as all ops that use the weight have given theirs."""
         self.alias = None
-        if torch.is_grad_enabled() or _reads_gradients_early():
+        if self.at_once or torch.is_grad_enabled():
             return comm.sum_forward(grad, self.group)
         _open_bucket(self.group, grad).add(self, grad)
         return None
