@@ -214,8 +214,9 @@ def test_plan_of_a_traced_module(capsys: pytest.CaptureFixture[str]) -> None:
 
 FAULT = (
     "[rank{rank}]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
-    "which 0.50 GiB is free. Including non-PyTorch memory, this process has 78.6 GiB memory in use. Of the allocated memory {allocated} GiB is "
-    "allocated by PyTorch, and {idle} GiB is reserved by PyTorch but unallocated."
+    "which 0.50 GiB is free. "
+    "Including non-PyTorch memory, this process has 78.6 GiB memory in use. Of the allocated memory {allocated} GiB "
+    "is allocated by PyTorch, and {idle} GiB is reserved by PyTorch but unallocated."
 )
 
 

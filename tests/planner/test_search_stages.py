@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import InputError
+from shardwise.planner.stage_advice import stage_advice, stage_load
 from shardwise.planner.stage_search import StageCosts, best_split, cheapest, split_costs
+from shardwise.spec import pipeline_layout
+from shardwise.spec.catalog import model
+from shardwise.spec.layout import Layout
 
 
 def every_split(count: int, stages: int, lows: int) -> list[tuple[int, ...]]:
@@ -71,6 +75,18 @@ def test_llama3_8b_on_four_stages() -> None:
     assert best.layers == (7, 9, 9, 7)
     assert round(even.heaviest, 1) == 2270.2 and round(even.average, 1) == 2007.6
     assert round(best.heaviest, 1) == 2052.1
+
+
+def test_advice_for_llama3_8b_prefers_the_uneven_cut_and_says_why() -> None:
+    spec = model("llama-3-8b")
+    even = Layout(pp=4, gbs=8)
+    load = stage_load(spec, even)
+    assert load.layers == (8, 8, 8, 8) and round(load.heaviest / 1e6, 1) == 2270.2 and round(load.average / 1e6, 1) == 2007.6
+    (advice,) = stage_advice(spec, even)
+    assert "2,270.2" in advice.given and "13%" in advice.why and "30%" in advice.why and "2.41 layers" in advice.why
+    assert "[7, 9, 9, 7]" in advice.try_ and "2,052.1" in advice.try_
+    better = even.replace(pipeline_layout=pipeline_layout.parse("Et*7|t*9|t*9|t*7L"))
+    assert stage_advice(spec, better) == () and round(stage_load(spec, better).heaviest / 1e6, 1) == 2052.1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.render import print_json, print_table
+from shardwise.cli.render import Footnotes, print_json, print_lines, print_table
 from shardwise.spec import catalog
 
 Filter = Annotated[str | None, typer.Argument(metavar="[WORD]", help="show names that contain WORD", show_default=False)]
@@ -40,6 +40,7 @@ def models(word: Filter = None, as_json: opt.Json = False) -> int:
             ]
         )
     else:
+        notes = Footnotes()
         rows = [
             (
                 name,
@@ -47,11 +48,12 @@ def models(word: Filter = None, as_json: opt.Json = False) -> int:
                 f"{model.active_params / 1e9:.2f}",
                 model.num_layers,
                 f"{model.moe.top_k}/{model.moe.experts}" if model.moe else "",
-                source,
+                notes.mark(source),
             )
             for name, _, source, model in found
         ]
-        print_table(f"{len(rows)} models", ("name", "B", "active", "layers", "experts", "source"), rows, text=(0, 5), wrap=(5,))
+        print_table(f"{len(rows)} models", ("name", "B", "active", "layers", "experts", "source"), rows)
+        print_lines(notes.lines())
     return OK if found else FINDING
 
 
@@ -82,6 +84,7 @@ def hardware(word: Filter = None, as_json: opt.Json = False) -> int:
             }
         )
     else:
+        notes = Footnotes()
         rows = [
             (
                 gpu.name,
@@ -90,12 +93,13 @@ def hardware(word: Filter = None, as_json: opt.Json = False) -> int:
                 f"{(gpu.bf16_flops or 0) / 1e12:.0f}",
                 f"{gpu.fp8_flops / 1e12:.0f}" if gpu.fp8_flops else "",
                 gpu.link,
-                gpu.source,
+                notes.mark(gpu.source),
             )
             for gpu in chosen
         ]
         head = ("GPU", "GiB", "GB/s", "bf16 TF", "fp8 TF", "link", "source")
-        print_table("GPUs (dense peaks)", head, rows, text=(0, 5, 6), wrap=(6,))
-        rows = [(link.name, f"{link.bandwidth / 1e9:.4g}", f"{link.latency * 1e6:.1f}", link.source) for link in links]
-        print_table("Links (one direction, per GPU or per network card)", ("link", "GB/s", "us", "source"), rows, text=(0, 3), wrap=(3,))
+        print_table("GPUs (dense peaks)", head, rows, text=(0, 5))
+        rows = [(link.name, f"{link.bandwidth / 1e9:.4g}", f"{link.latency * 1e6:.1f}", notes.mark(link.source)) for link in links]
+        print_table("Links, one direction", ("link", "GB/s", "us", "source"), rows)
+        print_lines(notes.lines())
     return OK if chosen or links else FINDING

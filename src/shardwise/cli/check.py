@@ -98,13 +98,14 @@ def judge_layout(
     """Findings, and the predictions where the layout can be laid out at all."""
     from shardwise.cli.judging import judge_of, stack_of
     from shardwise.planner.estimator import Estimator
+    from shardwise.planner.stage_advice import stage_advice
 
     findings = tuple(judge_of(spec, cluster, seq_len=seq_len, framework=framework)(layout))
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(framework))
     if layout.stages > MOST_STAGES or any(finding.rule == "W4" for finding in findings):
         return findings, None, None
     try:
-        return findings, estimator.memory(layout), estimator.step_time(layout)
+        return (*findings, *stage_advice(spec, layout)), estimator.memory(layout), estimator.step_time(layout)
     except LayoutError as error:
         seen = {(finding.rule, finding.given) for finding in findings}
         return (*findings, *(finding for finding in error.findings if (finding.rule, finding.given) not in seen)), None, None
@@ -121,10 +122,13 @@ def _json(
     time: StepTimeEstimate | None,
 ) -> dict[str, Any]:
     from shardwise.cli.present import prediction_json
+    from shardwise.planner.stage_advice import stage_load
 
     legal = not any(finding.severity == "error" for finding in findings)
     answer = prediction_json(layout, memory, time, findings)
     answer["legal"] = legal
+    load = stage_load(spec, layout) if memory else None
+    answer["stages"] = {"layers": load.layers, "parameters": load.parameters} if load else None
     return {"model": spec.name, "gpus": cluster.gpus, "gpu": cluster.gpu.name, "seq_len": seq_len, "framework": rules, **answer}
 
 
@@ -139,6 +143,7 @@ def _print(
     time: StepTimeEstimate | None,
 ) -> None:
     from shardwise.cli.present import print_memory, print_time
+    from shardwise.planner.stage_advice import stage_load
 
     errors = sum(finding.severity == "error" for finding in findings)
     verdict = f"refused: {errors} error(s)" if errors else "legal"
@@ -156,6 +161,8 @@ def _print(
     )
     print_findings(findings)
     if memory:
+        if layout.pp > 1:
+            print_lines([f"layers by pipeline rank: {list(stage_load(spec, layout).layers)}", ""])
         print_memory(memory)
     if time:
         print_time(time)

@@ -40,18 +40,6 @@ class Source:
     layout: Layout | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What a command works on. `given` names the layout fields the user set; the others are defaults."""
-
-    layout: Layout
-    given: tuple[str, ...]
-    framework: str
-    seq_len: int
-    model: ModelSpec | None = None
-    cluster: Cluster | None = None
-
-
 def counts_in_range(**counts: int | None) -> None:
     """Refuse counts below 1 or beyond any cluster, all in one message."""
     wrong = {name: value for name, value in counts.items() if value is not None and not 1 <= value <= MOST.get(name, MOST_SAMPLES)}

@@ -47,7 +47,21 @@ def print_table(
     table = make_table(title, columns, text=text, wrap=wrap)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console().print(table)
+    if table.row_count:
+        console().print(table)
+
+
+class Footnotes:
+    """Numbered texts below a table; equal texts share a number."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        return f"[{self._texts.setdefault(text, len(self._texts) + 1)}]"
+
+    def lines(self) -> list[str]:
+        return [f"[{number}] {text}" for text, number in self._texts.items()]
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
