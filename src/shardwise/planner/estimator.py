@@ -109,6 +109,7 @@ class Estimator:
             layout.attention,
             layout.capacity_factor,
             layout.dispatcher,
+            layout.grad_dtype,
         )
 
     def _shape(self, layout: Layout) -> Shape:

@@ -26,12 +26,12 @@ from shardwise.planner.estimator import Estimator
 from shardwise.planner.rates import profile, rates
 from shardwise.planner.runs import Run, read_runs, read_table
 
-GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory", "permute", "quantise", "scan")
+GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory", "permute", "quantise", "scan", "accumulate")
 PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention")
 EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hidden")
 LOSS_SCALE = 0.08
 PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.2, "release": 0.1, "link": 0.3, "exposed": 0.4}
-WIDE = {"launch_us": 3.0, "step_ms": 3.0, "moe": 1.5}  # priors of these are wider by the factor
+WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5}  # priors of these are wider by the factor
 
 Tables = dict[str, Any]
 

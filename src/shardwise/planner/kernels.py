@@ -28,7 +28,8 @@ class Work(NamedTuple):
     ``matmul`` and ``grouped`` are tile-padded FLOPs of dense and of per-expert (grouped) products that may run in the
     low precision of the run; ``wide`` those that stay in bf16 (output head, router); ``attention`` useful FLOPs of
     fused attention. Bytes read and written: ``stream`` by elementwise kernels and norms, ``permute`` by expert token
-    shuffles, ``quantise`` by casts to low precision, ``scan`` by state-space and delta-rule scans. ``launches`` counts kernels
+    shuffles, ``quantise`` by casts to low precision, ``scan`` by state-space and delta-rule scans, ``accumulate`` by
+    adding weight gradients to what earlier micro batches left. ``launches`` counts kernels
     that a CUDA graph can hold, ``eager`` those of the experts, whose shapes follow the routing.
     """
 
@@ -40,6 +41,7 @@ class Work(NamedTuple):
     permute: float = 0.0
     quantise: float = 0.0
     scan: float = 0.0
+    accumulate: float = 0.0
     launches: float = 0.0
     eager: float = 0.0
 

@@ -13,12 +13,13 @@ from math import log2
 
 from shardwise.planner.kernels import FLASH_BACKWARD, Work, grouped_flops, linear_work, matmul_flops, total
 from shardwise.spec.blocks import Attention, CompressedAttention, DeltaNet, Layer, LinearMixer, Mamba2, Mla, Mlp, Moe
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import DTYPE_BYTES, Layout
 from shardwise.spec.model import ModelSpec
 
 BF16 = 2
 SCAN_PASSES = 12  # elementwise passes over the inner width of a state-space or delta-rule block
 SCAN_COST = 4.0  # chunked scan runs on small tiles: FLOPs charged per useful one
+CHECKPOINT_LAUNCHES = 20  # host time of one checkpointed region (saving and restoring random state) in kernels
 # Reads and writes of every routed copy of a token around the exchange; HybridEP permutes while it sends.
 PERMUTE_PASSES = {"allgather": 4, "alltoall": 4, "deepep": 3, "hybridep": 2}
 LOW_PRECISION = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
@@ -66,8 +67,9 @@ class LayerWork:
         return total(part.backward for part in self.parts)
 
     def select(self, names: tuple[str, ...]) -> Work:
-        """Forward work of the named parts (what recomputing them costs)."""
-        return total(part.forward for part in self.parts if part.name in names)
+        """Forward work of the named parts, and the host work of a checkpoint around each (what recomputing them costs)."""
+        again = [part.forward for part in self.parts if part.name in names]
+        return total(again).plus(Work(launches=CHECKPOINT_LAUNCHES * len(again)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class Shape:
     fused_attention: bool
     capacity: float | None
     dispatcher: str
+    grad_bytes: int
     processors: int
 
     @property
@@ -111,6 +114,7 @@ def shape_of(layout: Layout, seq_len: int, processors: int) -> Shape:
         fused_attention=layout.attention == "flash",
         capacity=layout.capacity_factor,
         dispatcher=layout.dispatcher,
+        grad_bytes=DTYPE_BYTES[layout.grad_dtype],
         processors=processors,
     )
 
@@ -121,7 +125,12 @@ def _linear(shape: Shape, tokens: int, inputs: int, outputs: int, *, launches: i
     extra = 2 if quantise else 0
     return (
         Work(matmul=forward, quantise=quantise * tokens * inputs, launches=launches + extra),
-        Work(matmul=backward, quantise=quantise * tokens * outputs, launches=2 * launches + extra),
+        Work(
+            matmul=backward,
+            quantise=quantise * tokens * outputs,
+            accumulate=2.0 * shape.grad_bytes * inputs * outputs,
+            launches=2 * launches + extra,
+        ),
     )
 
 
@@ -249,9 +258,9 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
         Work(grouped=fc1[0] + fc2[0], quantise=quantise * received * (width + ffn), eager=2 * launches),
         Work(grouped=fc1[1] + fc2[1], quantise=quantise * received * (up + width), eager=4 * launches),
     )
-    # Weights are read in full however few tokens an expert has; their gradients are read and written.
+    # Weights are read in full however few tokens an expert has.
     weights = experts * (up + ffn) * width
-    weight_traffic = (Work(stream=BF16 * weights), Work(stream=3 * BF16 * weights))
+    weight_traffic = (Work(stream=BF16 * weights), Work(stream=BF16 * weights, accumulate=2.0 * shape.grad_bytes * weights))
     router = matmul_flops(routed, block.experts, hidden, shape.processors)
     parts = [
         _part("router", (Work(wide=router, permute=24.0 * routed * block.experts, launches=14), Work(wide=2 * router, launches=14))),

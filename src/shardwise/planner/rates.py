@@ -61,6 +61,7 @@ class Rates:
     permute: float
     quantise: float
     scan: float
+    accumulate: float
     moe: float
     launch: float
     step: float
@@ -145,6 +146,7 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
         permute=gpu.bandwidth * entry["permute"] * stack.moe * stack.speed,
         quantise=gpu.bandwidth * entry["quantise"] * stack.speed,
         scan=gpu.bandwidth * entry["scan"] * stack.speed,
+        accumulate=gpu.bandwidth * entry["accumulate"] * stack.speed,
         moe=stack.moe,
         launch=stack.launch,
         step=stack.step,

@@ -43,6 +43,9 @@ MAMBA = (
 )
 LATENT_MOE = ((r"nemotron-3-super", 1024), (r"nemotron-3-ultra", 2048))
 MTP = ((r"deepseek-?v3|glm-?5", 1), (r"nemotron-3-super|lightning", 2))
+# Largest number a column can sensibly hold; larger ones are typing errors that would only cost memory here.
+LIMITS = {"num_layers": 10_000, "vpp": 1_000, "gpus": 1_000_000, "mbs": 1_000_000, "seq_len": 1_000_000_000}
+LIMIT = 10_000_000
 DEFAULT_VOCAB = 50257  # GPT-2 tokenizer
 VOCABS = ((r"nemotron-?3", 131072), (r"nemotron-?4|gpt3_15b", 256000), (r"deepseekv3", 129280), (r"mixtral", 32000))
 
@@ -64,7 +67,9 @@ def number(row: Row, column: str) -> int | None:
         value = float(text)
     except ValueError:
         raise Inexpressible(f"{column} is {text!r}, not a number") from None
-    if value != int(value) or value < 0:
+    if not 0 <= value <= LIMITS.get(column, LIMIT):
+        raise Inexpressible(f"{column} is {text!r}, outside 0 to {LIMITS.get(column, LIMIT)}")
+    if value != int(value):
         raise Inexpressible(f"{column} is {text!r}, not a whole number")
     return int(value)
 

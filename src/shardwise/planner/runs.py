@@ -236,6 +236,9 @@ def _pipeline_words(model: ModelSpec, notes: str, pp: int, vpp: int) -> tuple[st
 def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
     """The layout of a run. Raises `Inexpressible` when a degree or batch size is missing or they do not fit together."""
     notes = row.get("notes", "")
+    stated = re.search(r"heading says GBS=(\d+)", notes)
+    if stated:
+        row = {**row, "gbs": stated.group(1)}
     tp, pp = required(row, "tp"), required(row, "pp")
     cp = number(row, "cp") or 1
     vpp = number(row, "vpp") or 1

@@ -55,7 +55,8 @@ def kernel_cost(work: Work, rates: Rates, *, graphed: bool = False) -> Cost:
     matmul = work.matmul / rates.matmul + work.wide / rates.wide
     grouped = work.grouped / rates.grouped
     attention = work.attention / rates.attention
-    memory = work.stream / rates.memory + work.permute / rates.permute + work.quantise / rates.quantise + work.scan / rates.scan
+    memory = work.stream / rates.memory + work.permute / rates.permute + work.quantise / rates.quantise
+    memory += work.scan / rates.scan + work.accumulate / rates.accumulate
     launches = work.launches * (GRAPHED if graphed else 1.0) + work.eager
     host = max(0.0, launches * rates.launch - (matmul + grouped + attention + memory))
     return (matmul, grouped, attention, memory, host, 0.0, 0.0, 0.0, 0.0)
@@ -107,7 +108,7 @@ def layer_costs(
     backward_work = work.backward()
     if frozen:
         backward_work = backward_work._replace(
-            matmul=backward_work.matmul / 2, grouped=backward_work.grouped / 2, wide=backward_work.wide / 2
+            matmul=backward_work.matmul / 2, grouped=backward_work.grouped / 2, wide=backward_work.wide / 2, accumulate=0.0
         )
     again = work.forward() if recomputed is None else work.select(recomputed)
     backward = kernel_cost(backward_work.plus(again), rates, graphed=layout.cuda_graphs)
