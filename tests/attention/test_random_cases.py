@@ -1,4 +1,4 @@
-"""Split attention equals attention over the whole sequence, output and all gradients, in float64 to 1e-10: over 500 random configurations."""
+"""Split attention equals attention over the whole sequence, output and gradients, in float64 to 1e-10: over 500 random cases."""
 
 from __future__ import annotations
 
