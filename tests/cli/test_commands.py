@@ -127,18 +127,17 @@ def test_layouts_are_read_from_words_and_files(capsys: pytest.CaptureFixture[str
         "long": [
             "tensor_model_parallel_size=8",
             "model.pipeline_model_parallel_size=4",
-            "--micro-batch-size=1",
+            "--micro-batch-size",
+            "1",
             "global_batch_size=128",
-            "sequence_parallel=True",
+            "--sequence-parallel",
         ],
     }
     if name in texts:
         path = tmp_path / "layout.yaml"
         path.write_text(texts[name])
         words[name] = [str(path)]
-    given = [word for word in words[name] if not word.startswith("--")]
-    options = [word.lstrip("-") for word in words[name] if word.startswith("--")]
-    _, answer = run_json(capsys, "check", *LLAMA_70B, *given, *options)
+    _, answer = run_json(capsys, "check", *LLAMA_70B, *words[name])
     layout = answer["layout"]
     assert [layout[key] for key in ("tp", "pp", "mbs", "gbs", "sp", "dp")] == [8, 4, 1, 128, True, 2]
 

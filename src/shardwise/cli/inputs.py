@@ -26,6 +26,10 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "fp32": {"param_dtype": "fp32", "master_dtype": None, "grad_dtype": "fp32"},
     "fp16": {"param_dtype": "fp16"},
 }
+OPTIONS = (
+    "--model", "--gpus", "--gpu", "--gpus-per-node", "--interconnect", "--seq-len", "--global-batch", "--precision", "--framework",
+    "--json", "--html", "--trace", "--top", "--why-not", "--to", "--output",
+)  # fmt: skip
 _LIMIT = 1 << 20  # bytes of a layout file
 MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 12, "seq_len": 1 << 30, "top": 1000}
 MOST_SAMPLES = 1 << 30
@@ -89,6 +93,7 @@ def read_source(words: Sequence[str], *, world: int | None) -> Source:
     settings: dict[str, Any] = {}
     layout: Layout | None = None
     from_files: list[str] = []
+    words = _joined(words)
     for name in (word for word in words if "=" not in word):
         source = _read_file(Path(name), world)
         from_files += source.words
@@ -98,6 +103,26 @@ def read_source(words: Sequence[str], *, world: int | None) -> Source:
     changed = {grammar.field_of(word.partition("=")[0]) for word in own}
     kept = [word for word in from_files if grammar.field_of(word.partition("=")[0]) not in changed]
     return Source(words=(*kept, *own), settings=settings, layout=layout)
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Megatron's `--name value` and `--switch` as `name=value` words."""
+    joined: list[str] = []
+    unknown: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            if grammar.field_of(name) is None:
+                unknown.append(name)
+            joined.append(word if "=" in word else f"{word}=")
+        elif joined and joined[-1].startswith("--") and joined[-1].endswith("=") and "=" not in word:
+            joined[-1] += word
+        else:
+            joined.append(word)
+    if unknown:
+        near = [match for name in unknown for match in get_close_matches(name, OPTIONS, n=1, cutoff=0.6)]
+        raise InputError(given=" ".join(unknown), why="there is no such option or layout field", try_=" | ".join(near or OPTIONS))
+    return [f"{word}true" if word.startswith("--") and word.endswith("=") else word for word in joined]
 
 
 def _read_file(path: Path, world: int | None) -> Source:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import typer
@@ -17,9 +18,10 @@ from shardwise.errors import ShardwiseError
 def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Parse ``arguments`` for ``function`` (a Typer-style signature), call it, exit with the code it returns."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})(
-        _guarded(function, "--json" in arguments)
-    )
+    context: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    if "layout" in signature(function).parameters:  # --tensor-model-parallel-size 4 is a layout word
+        context["ignore_unknown_options"] = True
+    app.command(name, context_settings=context)(_guarded(function, "--json" in arguments))
     typer.main.get_command(app).main(list(arguments), prog_name=f"shardwise {name}")
 
 

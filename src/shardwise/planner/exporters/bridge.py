@@ -26,7 +26,7 @@ _SECTIONS = {
     "mixed_precision": ("fp8_param_gather",),
 }  # fmt: skip
 _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
-_PRECISIONS = {
+_PRECISIONS: dict[str, Names] = {
     "bf16_mixed": {"bf16": True},
     "fp16_mixed": {"fp16": True},
     "bf16_with_fp8_delayed_scaling_mixed": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
