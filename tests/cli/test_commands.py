@@ -180,11 +180,13 @@ def test_plan_has_the_keys_of_the_contract(capsys: pytest.CaptureFixture[str], t
         "--top",
         "3",
     ]
-    code, answer = run_json(capsys, *words, "--html", str(page), "--trace", str(trace), "--why-not", "tp=8 mbs=1")
+    code, answer = run_json(capsys, *words, "--html", str(page), "--trace", str(trace), "--why-not", "tp=8 mbs=1", "--fewer-gpus")
     assert code == 0 and len(answer["plans"]) == 3 and answer["min_gpus"] in (1, 2, 3, 4)
     times = [plan["step_time"]["seconds"] for plan in answer["plans"]]
     assert times == sorted(times) and all(plan["fits"] for plan in answer["plans"])
     assert any("slower" in reason for reason in answer["why_not"]["reasons"])
+    worlds = [plan["layout"]["world"] for plan in answer["fewer_gpus"]]
+    assert worlds == [size for size in (4, 2, 1) if size >= answer["min_gpus"]]
     assert answer["sizing"] and answer["rejected"] and answer["considered"] > answer["evaluated"] > 0
     text = page.read_text()
     assert text.count("<svg") >= 3 and "<script" not in text and "src=" not in text and "href=" not in text

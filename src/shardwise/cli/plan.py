@@ -13,6 +13,7 @@ Top = Annotated[int, typer.Option("--top", help="plans to show")]
 WhyNot = Annotated[
     str | None, typer.Option("--why-not", help='a layout in quotes, "tp=8 pp=4": why it is not the plan', show_default=False)
 ]
+Fewer = Annotated[bool, typer.Option("--fewer-gpus", help="also the best plan on a half, a quarter, ... of the GPUs")]
 Parameters = Annotated[float | None, typer.Option("--parameters", help="of a traced module, instead of --model", show_default=False)]
 Activations = Annotated[
     float | None, typer.Option("--activation-gib", help="of a traced module: GiB saved for backward per sample", show_default=False)
@@ -37,6 +38,7 @@ def plan(
     framework: opt.Framework = "bridge",
     top: Top = 5,
     why_not: WhyNot = None,
+    fewer_gpus: Fewer = False,
     html: opt.Html = None,
     trace: opt.Trace = None,
     parameters: Parameters = None,
@@ -93,6 +95,19 @@ def plan(
         named = read_layout(read_source(why_not.split(), world=gpus), world=gpus, gbs=global_batch, precision=precision, framework=rules)
         reason = against(estimator, named, result.plans[0] if result.plans else None, judge=judge)
     certificate = plan_print.certificate_of(spec, cluster, base, seq_len, rules, gpu, gpus_per_node, interconnect, quiet=as_json)
+    fewer = []
+    if fewer_gpus and certificate.min_gpus:
+        from shardwise.planner.scaling import on_fewer_gpus
+
+        fewer = on_fewer_gpus(
+            estimator,
+            base,
+            framework=rules,
+            cluster_of=lambda size: read_cluster(gpu, size, gpus_per_node=gpus_per_node, interconnect=interconnect),
+            judge_of=lambda on: judge_of(spec, on, seq_len=seq_len, framework=rules),
+            least=certificate.min_gpus,
+            uneven=rules != "torchtitan",
+        )
     if html:
         from shardwise.planner.report.plan_page import plan_page
 
@@ -103,9 +118,9 @@ def plan(
 
         trace.write_text(chrome_trace(best.layout, best.time))
     if as_json:
-        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate, reason))
+        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate, reason, fewer))
     else:
-        plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate, reason)
+        plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate, reason, fewer)
         for path, what in ((html, "report"), (trace, "trace")):
             if path:
                 note(f"{what} written to {path}")

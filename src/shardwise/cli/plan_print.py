@@ -66,6 +66,7 @@ def as_json(
     result: SearchResult,
     certificate: Certificate,
     reason: WhyNot | None,
+    fewer: list[Plan],
 ) -> dict[str, Any]:
     def entry(plan: Plan) -> dict[str, Any]:
         return prediction_json(plan.layout, plan.memory, plan.time, plan.findings)
@@ -81,6 +82,7 @@ def as_json(
         "fits": bool(result.plans),
         "plans": [entry(plan) for plan in result.plans],
         "pareto": [entry(plan) for plan in result.front],
+        "fewer_gpus": [entry(plan) for plan in fewer],
         "nearest": entry(result.nearest) if result.nearest else None,
         "why_not": {**prediction_json(reason.layout, reason.memory, reason.time, reason.findings), "reasons": list(reason.reasons)}
         if reason
@@ -103,8 +105,8 @@ def print_plan(
     result: SearchResult,
     certificate: Certificate,
     reason: WhyNot | None,
+    fewer: list[Plan],
 ) -> None:
-
     print_lines(
         [
             f"{spec.name}: {spec.total_params / 1e9:.1f} B parameters, {spec.active_params / 1e9:.1f} B active",
@@ -135,6 +137,18 @@ def print_plan(
         if front:
             rows = [(short(plan.layout), gib(plan.memory.reserved_gib), seconds(plan.time.seconds)) for plan in front]
             print_table("Less memory, slower (Pareto front)", ("layout", "GiB", "step"), rows, wrap=(0,))
+        rows = [
+            (
+                plan.layout.world,
+                short(plan.layout),
+                gib(plan.memory.reserved_gib),
+                seconds(plan.time.seconds),
+                f"{plan.time.tokens_per_s_per_gpu:,.0f}",
+            )
+            for plan in (best, *fewer)
+        ]
+        if fewer:
+            print_table("Fewer GPUs", ("GPUs", "layout", "GiB", "step", "tok/s/GPU"), rows, text=(1,), wrap=(1,))
         print_findings(best.findings)
     else:
         print_lines(["no layout fits"])

@@ -69,7 +69,7 @@ def certify(
     tried: list[World] = []
     for gpus in worlds(first.gpus_per_node, limit):
         cluster = cluster_of(gpus)
-        estimator = _moved(estimator, cluster)
+        estimator = moved(estimator, cluster)
         start = base if base.gbs > 1 else base.replace(gbs=gpus)
         space = space_of(model, cluster, start, seq_len=seq_len, framework=framework)
         floor = _state_floor(estimator, start, space, gpus)
@@ -87,7 +87,7 @@ def certify(
     return Certificate(min_gpus=None, worlds=tuple(tried), capacity_gib=capacity)
 
 
-def _moved(estimator: Estimator, cluster: Cluster) -> Estimator:
+def moved(estimator: Estimator, cluster: Cluster) -> Estimator:
     """An estimator on another number of the same GPUs; what layers cost is kept, it does not depend on the number."""
     if cluster.domain != estimator.cluster.domain or cluster.gpus_per_node != estimator.cluster.gpus_per_node:
         return Estimator(estimator.model, cluster, seq_len=estimator.seq_len, stack=estimator.stack)
