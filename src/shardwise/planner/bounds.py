@@ -124,8 +124,8 @@ class Bounds:
         return state, memory.activation_bytes(layout, saved, layer_input(self.estimator.model, self.estimator._shape(layout)))
 
     def reserved_gib(self, allocated: float) -> float:
-        """What the allocator and the context take when ``allocated`` bytes are in use."""
-        return (allocated * self.estimator.stack.fragmentation + CONTEXT) / memory.GIB
+        """What the allocator (short of memory) and the context take at least when ``allocated`` bytes are in use."""
+        return (allocated * memory.TIGHT + CONTEXT) / memory.GIB
 
     def _state(self, layout: Layout) -> tuple[float, float]:
         """Bytes of weights, gradients and optimizer: of one layer of the commonest kind, and of all stages together."""

@@ -15,7 +15,7 @@ from shardwise.planner import comm, memory, step_time
 from shardwise.planner.activations import Saved, layer_input, saved_by_layer, weight_sizes
 from shardwise.planner.kernels import Work
 from shardwise.planner.layer_work import LayerWork, Shape, embedding_work, head_work, layer_work, shape_of
-from shardwise.planner.memory import CONTEXT, FSDP, GIB, MemoryEstimate
+from shardwise.planner.memory import CONTEXT, FSDP, GIB, TIGHT, MemoryEstimate
 from shardwise.planner.rates import DEFAULT_PROFILE, Profile, Rates, profile, rates
 from shardwise.planner.step_time import TERMS, ZERO, Cost, StepTimeEstimate
 from shardwise.spec.blocks import Mla, Params
@@ -262,7 +262,7 @@ class Estimator:
             allocated_gib=allocated / GIB,
             reserved_gib=reserved / GIB,
             capacity_gib=capacity / GIB,
-            fits=reserved + CONTEXT <= capacity,
+            fits=allocated * TIGHT + CONTEXT <= capacity,
         )
 
     def _stage_memory(self, layout: Layout, chunks: tuple[Chunk, ...]) -> tuple[dict[str, float], tuple[ChunkMemory, ...]]:
@@ -365,7 +365,7 @@ class Estimator:
             dense = sum(chunk.params.dense for chunk in chunks)
             expert = sum(chunk.params.expert for chunk in chunks)
             if layout.peft:
-                dense, expert = dense * 0.01, 0
+                dense, expert = dense // 100, 0  # adapters
             window = pair_of[key][1] * (1 + min(1.0, (micro - 1) / max(1, layout.pp)))
             exposed = step_time.data_parallel_seconds(layout, dense, expert, self.cluster.domain, rate, window)
             tail = max(tail, exposed)
@@ -385,9 +385,7 @@ class Estimator:
             mfu=flops / self.cluster.gpu.peak(layout.precision),
         )
 
-    def _in_token_order(
-        self, layout: Layout, ranks: tuple[tuple[Chunk, ...], ...], shared: tuple[object, ...]
-    ) -> list[tuple[Cost, Cost]]:
+    def _in_token_order(self, layout: Layout, ranks: tuple[tuple[Chunk, ...], ...], shared: tuple[object, ...]) -> list[tuple[Cost, Cost]]:
         """Costs of the virtual stages as a token meets them."""
         used = [0] * layout.pp
         costs = []

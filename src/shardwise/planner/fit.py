@@ -16,7 +16,7 @@ import argparse
 import copy
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,22 +27,30 @@ from shardwise.planner.rates import profile, rates
 from shardwise.planner.runs import Run, read_runs, read_table
 
 GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory", "permute", "quantise", "scan", "accumulate")
-PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention")
+PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention", "network")
 EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hidden")
 LOSS_SCALE = 0.08
-PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.2, "release": 0.1, "link": 0.3, "exposed": 0.4}
-WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5}  # priors of these are wider by the factor
+PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.2, "release": 0.1, "link": 0.15, "exposed": 0.4}
+WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5, "network": 1.5}  # priors of these are wider by the factor
 
 Tables = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Free:
-    """One fitted number: where it is stored, its prior width, and which runs it can change."""
+    """One fitted number: where it is stored (table, entry, key) and how wide its prior is."""
 
     path: tuple[str, str, str]
     width: float
-    applies: Callable[[Run], bool]
+
+    def applies(self, run: Run) -> bool:
+        """Whether the number can change the prediction of ``run``."""
+        kind, name, _ = self.path
+        if name in ("default", "all", "exposed"):
+            return True
+        gpu = run.cluster.gpu
+        used = {"gpu": (gpu.arch, gpu.name), "profile": (run.profile.split("/")[0], run.profile), "link": (run.cluster.inter.name,)}
+        return name in used[kind]
 
 
 class Problem:
@@ -55,39 +63,24 @@ class Problem:
         self.free = self._free()
 
     def _free(self) -> list[Free]:
-        runs, free = self.runs, []
-        archs = sorted({run.cluster.gpu.arch for run in runs})
-        gpus = sorted({run.cluster.gpu.name for run in runs})
-        frameworks = sorted({run.profile.split("/")[0] for run in runs})
-        releases = sorted({run.profile for run in runs if "/" in run.profile})
-        for key in GPU_KEYS:
-            free.append(Free(path=("gpu", "default", key), width=PRIOR["root"], applies=lambda run: True))
-            for arch in archs:
-                free.append(Free(path=("gpu", arch, key), width=PRIOR["arch"], applies=lambda run, a=arch: run.cluster.gpu.arch == a))  # type: ignore[misc]
-            for name in gpus:
-                free.append(Free(path=("gpu", name, key), width=PRIOR["gpu"], applies=lambda run, n=name: run.cluster.gpu.name == n))  # type: ignore[misc]
-        for key in PROFILE_KEYS:
-            wide = WIDE.get(key, 1.0)
-            if key != "speed":
-                free.append(Free(path=("profile", "default", key), width=PRIOR["root"] * wide, applies=lambda run: True))
-            for name in frameworks:
-                free.append(
-                    Free(
-                        path=("profile", name, key),
-                        width=PRIOR["framework"] * wide,
-                        applies=lambda run, n=name: run.profile.split("/")[0] == n,
-                    )  # type: ignore[misc]
-                )
-            for name in releases:
-                free.append(Free(path=("profile", name, key), width=PRIOR["release"] * wide, applies=lambda run, n=name: run.profile == n))  # type: ignore[misc]
-        for name in sorted({run.cluster.inter.name for run in runs}):
-            free.append(
-                Free(path=("link", name, "efficiency"), width=PRIOR["link"], applies=lambda run, n=name: run.cluster.inter.name == n)
-            )  # type: ignore[misc]
-        free.append(Free(path=("common", "all", "near"), width=PRIOR["link"], applies=lambda run: True))
-        for key in EXPOSED_KEYS:
-            free.append(Free(path=("common", "exposed", key), width=PRIOR["exposed"], applies=lambda run: True))
-        return free
+        runs = self.runs
+        levels = (
+            ("gpu", GPU_KEYS, "root", ["default"]),
+            ("gpu", GPU_KEYS, "arch", sorted({run.cluster.gpu.arch for run in runs})),
+            ("gpu", GPU_KEYS, "gpu", sorted({run.cluster.gpu.name for run in runs})),
+            ("profile", PROFILE_KEYS[1:], "root", ["default"]),  # the default speed is 1: GPU entries set the scale
+            ("profile", PROFILE_KEYS, "framework", sorted({run.profile.split("/")[0] for run in runs})),
+            ("profile", PROFILE_KEYS, "release", sorted({run.profile for run in runs if "/" in run.profile})),
+            ("link", ("efficiency",), "link", sorted({run.cluster.inter.name for run in runs})),
+            ("common", ("near",), "link", ["all"]),
+            ("common", EXPOSED_KEYS, "exposed", ["exposed"]),
+        )
+        return [
+            Free(path=(kind, name, key), width=PRIOR[level] * (WIDE.get(key, 1.0) if kind == "profile" else 1.0))
+            for kind, keys, level, names in levels
+            for key in keys
+            for name in names
+        ]
 
     def tables(self, values: Sequence[float]) -> Tables:
         """The efficiency tables these logarithms stand for; children store what their parents do not."""
@@ -142,7 +135,7 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
     import numpy as np
 
     count = len(problem.free)
-    values = np.zeros(count)
+    values: Any = np.zeros(count)
     widths = np.array([free.width for free in problem.free])
     masks = [[index for index, run in enumerate(problem.runs) if free.applies(run)] for free in problem.free]
     weights = _source_weights(problem.runs)
@@ -153,12 +146,12 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
         robust = 2 * LOSS_SCALE**2 * (np.sqrt(1 + (errors / LOSS_SCALE) ** 2) - 1)
         return float((weights * robust).sum() / 0.05**2 + ((at / widths) ** 2).sum())
 
-    errors = np.array(problem.errors(values))
+    errors: Any = np.array(problem.errors(values))
     best = objective(errors, values)
     for _ in range(iterations):
         jacobian = np.zeros((len(problem.runs), count))
         for column, mask in enumerate(masks):
-            shifted = values.copy()
+            shifted: Any = values.copy()
             shifted[column] += step
             tables = problem.tables(shifted)
             for index in mask:
@@ -171,7 +164,7 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
             move = np.linalg.solve(normal + np.diag(np.diag(normal)) * (damping - 1 if damping > 1 else 0), gradient)
             move = np.clip(move, -0.5, 0.5)
             trial = values - move
-            trial_errors = np.array(problem.errors(trial))
+            trial_errors: Any = np.array(problem.errors(trial))
             score = objective(trial_errors, trial)
             if score < best:
                 improved = best - score > 1e-3 * best

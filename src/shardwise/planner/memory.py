@@ -18,6 +18,7 @@ from shardwise.spec.schedules import actions, peak_held
 
 GIB = 2**30
 CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocator
+TIGHT = 1.03  # reserved over allocated when the allocator is short of memory and gives unused blocks back
 FSDP = ("fsdp2", "megatron_fsdp")
 LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
 # Bytes per logit at the peak of a fused loss (gradient written over the logits) and of one computed in chunks.

@@ -31,7 +31,8 @@ class Profile:
     """A software stack.
 
     speed: multiplies the rate of kernels. launch: host seconds per kernel. step: host seconds per step (data, logging,
-    gradient norm). moe: multiplies the rate of expert kernels and dispatch. attention: multiplies the rate of attention. fragmentation: reserved over allocated memory.
+    gradient norm). moe: multiplies the rate of expert kernels and dispatch. attention: multiplies the rate of attention.
+    network: multiplies the bandwidth between domains. fragmentation: reserved over allocated memory.
     workspace: bytes the framework keeps besides the model (cuBLAS, Transformer Engine, user buffers).
     logit_bytes: bytes per logit at the peak of an unfused loss. weight_gradients: 1 if weight gradients are accumulated by the
     matrix product kernels, which then keep one unused bf16 gradient per distinct weight shape (Transformer Engine).
@@ -43,6 +44,7 @@ class Profile:
     step: float
     moe: float
     attention: float
+    network: float
     fragmentation: float
     workspace: float
     logit_bytes: float
@@ -119,6 +121,7 @@ def profile(name: str = DEFAULT_PROFILE, data: Mapping[str, Table] | None = None
         step=entry["step_ms"] * 1e-3,
         moe=entry["moe"],
         attention=entry["attention"],
+        network=entry["network"],
         fragmentation=entry["fragmentation"],
         workspace=entry["workspace_gib"] * 2**30,
         logit_bytes=entry["logit_bytes"],
@@ -136,7 +139,7 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
     wide = (gpu.bf16_flops or gpu.peak("bf16")) * entry["matmul_bf16"] * stack.speed
     matmul = gpu.peak(precision) * entry[_MATMUL.get(precision, "matmul_fp8")] * stack.speed
     near = cluster.intra.bandwidth * common["near"]
-    far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"]
+    far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"] * stack.network
     return Rates(
         matmul=matmul,
         grouped=matmul * entry["grouped"] * stack.moe,

@@ -115,7 +115,7 @@ def layer_costs(
     tp = _tp_seconds(work, layout, domain, rates)
     ep = _ep_seconds(work, layout, domain, rates)
     whole = recomputed is None
-    moe_again = whole or "moe" in recomputed
+    moe_again = recomputed is None or "moe" in recomputed
     regather = 0.0
     if layout.tp > 1 and layout.sp:
         regather = comm.gather_seconds(work.tp_regathers, layout.tp, 1, domain, rates.links) * rates.exposed_tp_overlapped * 0.5
