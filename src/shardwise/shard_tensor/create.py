@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from shardwise.mesh.groups import axis_group, flat_group
+from shardwise.random import follow_source
 from shardwise.shard_tensor.spec import ShardTensorSpec, Sizes, normalize_placements
 from shardwise.shard_tensor.tensor import ShardTensor, align_gradient
 
@@ -161,7 +162,8 @@ def scatter_tensor(
         global_shape, dtype: of the whole tensor. When either is missing, the source tells the others.
         requires_grad: make the result a leaf whose `.grad` has the same layout.
 
-    Communication: one scatter that sends each rank its shard only, and, when shape or dtype is missing, one small broadcast.
+    Communication: one scatter that sends each rank its shard only, one small broadcast of shape and dtype, and, once random ops
+        have run on the mesh, one of the source's generator state (see `shardwise.random`).
     Raises: ValueError on every rank for a source outside the mesh or a tensor that contradicts `global_shape` or `dtype`.
     """
     group = _mesh_group(mesh)
@@ -173,6 +175,7 @@ def scatter_tensor(
     shape, dtype = _agree_on_source(tensor, global_src, group, device, global_shape, dtype, source)
     spec = ShardTensorSpec.chunked(mesh, placements, shape, dtype)
     local = _scatter(tensor.detach().to(device) if source else None, spec, global_src, members, group, device)
+    follow_source(mesh, global_src)
     result = ShardTensor(local, spec)
     return align_gradient(result.requires_grad_()) if requires_grad else result
 

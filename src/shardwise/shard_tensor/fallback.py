@@ -45,7 +45,7 @@ def fallback_rule(op, args: tuple, kwargs: dict):
             if isinstance(leaf, ShardTensor):
                 write_back(leaf, whole)
         originals = {id(whole): leaf for leaf, whole in zip(leaves, full, strict=True) if isinstance(leaf, ShardTensor)}
-        return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+        return tree_map_only(Tensor, lambda t: originals[id(t)] if id(t) in originals else replicated(t, mesh), result)
     results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if views and not all(leaf._spec.is_replicated for leaf in leaves if isinstance(leaf, ShardTensor)):

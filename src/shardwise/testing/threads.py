@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from shardwise.random import use_generator
 from shardwise.testing.failures import RankHang
 
 T = TypeVar("T")
@@ -58,7 +59,9 @@ class _Run:
         try:
             torch.set_num_threads(1)
             dist.init_process_group("threaded", rank=rank, world_size=self.size, store=self.store, timeout=timedelta(seconds=self.timeout))
-            self.results[rank] = self.function(rank)
+            # threads share torch's default generator: each rank draws the keys of its random ops from one of its own, all alike
+            with use_generator(torch.Generator().manual_seed(torch.initial_seed())):
+                self.results[rank] = self.function(rank)
         except SystemExit:  # woken because another rank failed
             pass
         except BaseException as error:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardwise.attention import ring_attention
 from shardwise.errors import MissingShardPatch
 from shardwise.mesh.groups import axis_group, flat_group
+from shardwise.random import draw_key
 from shardwise.shard_tensor.empty import connected_empty
 from shardwise.shard_tensor.ops.pointwise import operand_spec
 from shardwise.shard_tensor.promote import sum_gradient, summed_dims
@@ -76,7 +77,7 @@ def scaled_dot_product_attention(
         scale=scale,
         mask=None if mask is None else _as_4d(mask) if q.ndim != 4 else mask,
         dropout_p=dropout_p,
-        dropout_seed=_dropout_seed(query) if dropout_p else None,
+        dropout_seed=draw_key(mesh) if dropout_p else None,
         dropout_offset=_dropout_offset(q_spec) if dropout_p else (0, 0),
         enable_gqa=enable_gqa,
     )
@@ -167,12 +168,6 @@ def _operand(x: Tensor, spec: ShardTensorSpec, neighbours: list[ShardTensorSpec]
         start, stop = spec.box()[dim]
         x = x.narrow(dim, start, stop - start)
     return x
-
-
-def _dropout_seed(query: Tensor) -> int:
-    from shardwise.random import operation_seed
-
-    return operation_seed(query)
 
 
 def _dropout_offset(spec: ShardTensorSpec) -> tuple[int, int]:

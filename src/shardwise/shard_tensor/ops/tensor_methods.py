@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise.shard_tensor.fallback import leaf_full
 from shardwise.shard_tensor.registry import shard_function, shard_rule
@@ -26,36 +27,72 @@ def set_requires_grad(x: ShardTensor, value: bool) -> None:
     requires_grad_(x, value)
 
 
+# Backward passes run on gradient edges: given tensors, torch would run them with tensor subclasses switched off, and the
+# handlers would be missing where an activation checkpoint computes its forward pass again.
+
+
+def _edge(value):
+    """The place of a `ShardTensor` in the graph; any other value, and a tensor outside of any graph, as it is."""
+    if not isinstance(value, ShardTensor):
+        return value
+    with _NoTorchFunction():
+        return get_gradient_edge(value) if value.requires_grad else value
+
+
+def _edges(values):
+    if values is None or isinstance(values, Tensor):
+        return _edge(values)
+    return tuple(_edge(value) for value in values)
+
+
 def _laid_like(output, gradient):
-    """A plain gradient of a `ShardTensor` output, taken as the whole gradient on every rank."""
-    if isinstance(output, ShardTensor) and isinstance(gradient, Tensor) and not isinstance(gradient, ShardTensor):
+    """The gradient of a `ShardTensor` output: a plain one is the whole gradient on every rank, none is 1 for a scalar."""
+    if not isinstance(output, ShardTensor):
+        return gradient
+    if gradient is None and output.numel() == 1:
+        return torch.ones_like(output)
+    if isinstance(gradient, Tensor) and not isinstance(gradient, ShardTensor):
         return redistribute(gradient, output._spec.gradient())
     return gradient
 
 
 def _all_laid_like(outputs, gradients):
-    if gradients is None or isinstance(gradients, Tensor):
-        return _laid_like(outputs[0] if isinstance(outputs, list | tuple) else outputs, gradients)
-    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-    return type(gradients)(_laid_like(o, g) for o, g in zip(outputs, gradients, strict=True))
+    outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
+    gradients = gradients if isinstance(gradients, list | tuple) else (gradients,) * (len(outputs) if gradients is None else 1)
+    return tuple(_laid_like(o, g) for o, g in zip(outputs, gradients, strict=True))
+
+
+@shard_function(torch.autograd.backward)
+def autograd_backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None):
+    gradients = _all_laid_like(tensors, grad_tensors)
+    tensors, inputs = _edges(tensors), _edges(inputs)
+    if _has_shard_tensor(tensors, inputs):  # without a graph: torch says so
+        with _NoTorchFunction():
+            return torch.autograd.backward(tensors, gradients, retain_graph, create_graph, grad_variables, inputs)
+    return torch.autograd.backward(tensors, gradients, retain_graph, create_graph, grad_variables, inputs)
 
 
 @shard_function(Tensor.backward)
 def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    with _NoTorchFunction():
-        return Tensor.backward(self, _laid_like(self, gradient), retain_graph, create_graph, inputs)
-
-
-@shard_function(torch.autograd.backward)
-def autograd_backward(tensors, grad_tensors=None, *args, **kwargs):
-    with _NoTorchFunction():
-        return torch.autograd.backward(tensors, _all_laid_like(tensors, grad_tensors), *args, **kwargs)
+    return autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @shard_function(torch.autograd.grad)
-def autograd_grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
-    with _NoTorchFunction():
-        return torch.autograd.grad(outputs, inputs, _all_laid_like(outputs, grad_outputs), *args, **kwargs)
+def autograd_grad(outputs, inputs, grad_outputs=None, create_graph=False, allow_unused=False, materialize_grads=False, **kwargs):
+    gradients = _all_laid_like(outputs, grad_outputs)
+    edges = _edges(outputs), _edges(inputs)
+    options = {"create_graph": create_graph, "allow_unused": allow_unused or materialize_grads, **kwargs}
+    if _has_shard_tensor(*edges):
+        with _NoTorchFunction():
+            return torch.autograd.grad(outputs, inputs, gradients, **options)
+    result = torch.autograd.grad(*edges, gradients, **options)
+    if materialize_grads:
+        return tuple(torch.zeros_like(x, requires_grad=create_graph) if g is None else g for g, x in zip(result, inputs, strict=True))
+    return result
+
+
+def _has_shard_tensor(*groups) -> bool:
+    return any(isinstance(value, ShardTensor) for group in groups for value in (group if isinstance(group, tuple) else (group,)))
 
 
 @shard_rule(aten._local_scalar_dense.default)
