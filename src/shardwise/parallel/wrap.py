@@ -14,7 +14,8 @@ One optimizer step equals that of a single process with the whole batch: no fact
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -74,6 +75,25 @@ def parallelize(
     return wrapped
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """For all but the last of several accumulated batches: the data-parallel reduction of gradients waits for the last.
+
+    `model` is what `parallelize` returned, whichever wrapper it chose. Gradients stay right either way; this saves communication.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
 def _check(model, mesh, fsdp, spatial_params, mp_policy, offload_policy) -> None:
     names = tuple(mesh.mesh_dim_names or ())
     problems = []
@@ -90,7 +110,11 @@ def _check(model, mesh, fsdp, spatial_params, mp_policy, offload_policy) -> None
     if any(isinstance(m, FSDPModule | DistributedDataParallel) for m in model.modules()):
         problems.append("a model that is already wrapped (DDP or fully_shard): pass the plain model")
     if not fsdp:
-        given = [n for n, v in (("spatial_params", spatial_params), ("mp_policy", mp_policy), ("offload_policy", offload_policy)) if v is not None]
+        given = [
+            n
+            for n, v in (("spatial_params", spatial_params), ("mp_policy", mp_policy), ("offload_policy", offload_policy))
+            if v is not None
+        ]
         if given:
             problems.append(f"{', '.join(given)} without fsdp=True: only FSDP2 can use them; add fsdp=True or leave them out")
     if isinstance(spatial_params, str) and spatial_params != "auto":
@@ -190,5 +214,3 @@ def _average_while_running(module: nn.Module, owns: Callable[[Tensor], bool]) ->
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)
-
-
