@@ -1,0 +1,196 @@
+"""Apply a layout to an unmodified `transformers` model: the stages of this rank, with what every parameter is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from shardwise.parallel import attention
+from shardwise.parallel.experts import Dispatch, split_experts
+from shardwise.parallel.part import Held, Part
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.roles import Roles, layer_list, read_roles
+from shardwise.parallel.router import Balance, RouterLosses, watch_routers
+from shardwise.parallel.stage import Elsewhere, StageModule, build_meta, cut, embedding_name, tied_name
+from shardwise.parallel.tensor import Rows, TensorGroup, sharing_ranks, split_block, split_embedding, split_head
+from shardwise.parallel.topology import Topology
+from shardwise.parallel.weights import materialize
+from shardwise.spec.layout import Layout
+from shardwise.spec.stages import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModel:
+    """What one rank trains. stages: by stage index, in token order. parameters: every parameter once, with what it is part of."""
+
+    topology: Topology
+    config: Any
+    stages: dict[int, StageModule]
+    parameters: list[tuple[nn.Parameter, Held]]
+    rows: Rows
+    routers: RouterLosses
+
+    @property
+    def vocab(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
+    def hidden(self) -> int:
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def fsdp(self) -> bool:
+        return self.topology.layout.sharding == "fsdp2"
+
+
+def parallelize_model(
+    config: Any,
+    topology: Topology,
+    *,
+    seed: int,
+    device: torch.device,
+    balance: Balance | None = None,
+    source: Mapping[str, Tensor] | None = None,
+) -> ParallelModel:
+    """Build what this rank holds of the model of a `transformers` config.
+
+    seed: initial weights depend on it alone, not on the layout. source: whole tensors by name to take weights from instead. balance:
+    auxiliary router losses. Communication: process groups of shared key heads, FSDP's first gather. Raises `ModelError` when a module
+    cannot be split as the layout says.
+    """
+    attention.register()
+    layout = topology.layout
+    whole = build_meta(config)
+    rows, routers = Rows(), RouterLosses(topology=topology, balance=balance or Balance())
+    stages: dict[int, StageModule] = {}
+    parameters: list[tuple[nn.Parameter, Held]] = []
+    tp = _tensor_group(config.get_text_config(), topology, rows)
+    meshes = _meshes(topology, device.type) if layout.sharding == "fsdp2" else {}
+    for stage in split(layout, len(layer_list(whole)[1])):
+        if stage.rank != topology.pp_rank:
+            continue
+        model = build_meta(config)
+        model.set_attn_implementation(attention.NAME)
+        roles = read_roles(model)
+        cut(model, stage)
+        held = _held(model, whole)
+        _split(model, roles, topology, tp, held)
+        materialize(model, whole, held, seed=seed, device=device, source=source)
+        model.train()
+        watch_routers(model, roles, routers)
+        apply_recompute(model, layout.recompute)
+        module = StageModule(model, stage)
+        if meshes:
+            _shard(module, roles, meshes, layout)
+        stages[stage.index] = module
+        known = {f"model.{name}": info for name, info in held.items()}
+        parameters += [(parameter, known[name]) for name, parameter in module.named_parameters()]
+    return ParallelModel(topology=topology, config=config, stages=stages, parameters=parameters, rows=rows, routers=routers)
+
+
+def _held(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Held]:
+    """What this stage holds before anything is split."""
+    tied, embedding = tied_name(whole), embedding_name(whole)
+    made: dict[int, Held] = {}
+    result = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            canonical = embedding if name == tied else name
+            made[id(parameter)] = Held(name=canonical, part=Part.whole(tuple(parameter.shape)), counted=name != tied)
+        result[name] = made[id(parameter)]
+    return result
+
+
+def _tensor_group(config: Any, topology: Topology, rows: Rows) -> TensorGroup | None:
+    axis, layout = topology["tp"], topology.layout
+    if axis.group is None:
+        return None
+    same = sharing_ranks(getattr(config, "num_key_value_heads", 0) or 0, axis.ranks, axis.rank)
+    sharing = topology.maker.group(same, "kv") if same else None
+    return TensorGroup(group=axis.group, sharing=sharing, rank=axis.rank, size=axis.size, sequence=layout.sp, rows=rows)
+
+
+def _split(model: PreTrainedModel, roles: Roles, topology: Topology, tp: TensorGroup | None, held: dict[str, Held]) -> None:
+    layout = topology.layout
+    config = model.config.get_text_config()
+    for path in roles.experts:
+        if not _present(model, path):
+            continue
+        experts = model.get_submodule(path)
+        if layout.ep > 1 or layout.etp > 1 or layout.tp > 1 or layout.capacity_factor is not None:
+            dispatch = Dispatch(topology=topology, count=_expert_count(experts), capacity_factor=layout.capacity_factor)
+            split_experts(experts, path, dispatch, held)
+        else:
+            for name, _ in experts.named_parameters(recurse=False):
+                held[f"{path}.{name}"].expert = True
+    if tp is None:
+        return
+    blocks = {path: children for path, children in roles.blocks.items() if any(name.startswith(f"{path}.") for name in held)}
+    for path, children in blocks.items():
+        split_block(model.get_submodule(path), path, children, tp, held, config)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    same = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
+    if isinstance(embedding, nn.Embedding):
+        split_embedding(embedding, embedding_name(model).removesuffix(".weight"), tp, held)
+    if isinstance(head, nn.Linear):
+        path = next(name for name, module in model.named_modules() if module is head)
+        split_head(head, path, tp, held, tied=embedding.weight if same else None)
+    inside = tuple(f"{path}." for path in (*blocks, *roles.experts))
+    for name, info in {id(info): (name, info) for name, info in held.items()}.values():
+        if info.part.local_shape == info.part.shape and not info.expert and not name.startswith(inside):
+            info.copies = layout.tp
+            if layout.sp:
+                info.pending.append(tp.group)
+    for name, info in held.items():
+        if name.startswith(inside) and info.part.local_shape == info.part.shape and not info.expert:
+            info.copies = layout.tp
+
+
+def _expert_count(experts: nn.Module) -> int:
+    return next(parameter for _, parameter in experts.named_parameters(recurse=False)).shape[0]
+
+
+def _meshes(topology: Topology, device: str) -> dict[str, DeviceMesh]:
+    """What FSDP shards over, for dense and for expert parameters: the whole axis, or (replicas, shards) where fewer ranks share a copy."""
+    layout = topology.layout
+    sizes = {"dp_cp": layout.shard_size, "expt_dp": layout.expert_shard_size}
+    return {name: _mesh(topology, name, size, device) for name, size in sizes.items()}
+
+
+def _mesh(topology: Topology, name: str, size: int, device: str) -> DeviceMesh:
+    axis, maker = topology[name], topology.maker
+    if size >= axis.size:
+        return DeviceMesh.from_group(axis.group or maker.group((topology.rank,), "alone"), device)
+    grid = torch.tensor(axis.ranks).view(-1, size)
+    row, column = divmod(axis.rank, size)
+    replicas = maker.group(tuple(grid[:, column].tolist()), "replicas")
+    shards = maker.group(tuple(grid[row].tolist()), "shards")
+    return DeviceMesh.from_group([replicas, shards], device, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(module: StageModule, roles: Roles, meshes: dict[str, DeviceMesh], layout: Layout) -> None:
+    """FSDP2 over the data parallel ranks, the experts over theirs. Gradients are summed, not averaged: the loss is normalised before."""
+    model = module.model
+    options = {"mesh": meshes["dp_cp"], "reshard_after_forward": layout.reshard_after_forward}
+    sharded = [
+        fully_shard(model.get_submodule(path), **{**options, "mesh": meshes["expt_dp"]}) for path in roles.experts if _present(model, path)
+    ]
+    sharded += [fully_shard(layer, **options) for layer in layer_list(model)[1] if not isinstance(layer, Elsewhere)]
+    sharded.append(fully_shard(module, mesh=meshes["dp_cp"], reshard_after_forward=False))
+    for each in sharded:
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+
+
+def _present(model: PreTrainedModel, path: str) -> bool:
+    try:
+        return next(model.get_submodule(path).parameters(), None) is not None
+    except AttributeError:
+        return False

@@ -1,0 +1,54 @@
+"""Next-token loss over logits that are split by vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.collectives.functional import all_reduce
+from shardwise.spec.sequence import even_sizes
+
+IGNORED = -100
+
+
+def token_loss(logits: Tensor, labels: Tensor, vocab: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over tokens of the cross entropy, in float32.
+
+    logits: [B, S, this rank's run of the vocabulary]. labels: [B, S], `IGNORED` where no loss is taken. Every rank of the group gets
+    the same sum. Communication: three all-reduces of [B, S].
+    """
+    logits = logits.float().flatten(0, -2)
+    labels = labels.flatten()
+    if group is None or group.size() == 1:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    start = sum(even_sizes(vocab, group.size())[: group.rank()])
+    return _SplitCrossEntropy.apply(logits, labels, start, group)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+        top = all_reduce(logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf), group, "max")
+        shifted = logits - top.unsqueeze(-1)
+        exponents = shifted.exp()
+        here = (labels >= start) & (labels < start + logits.shape[-1])
+        column = torch.where(here, labels - start, 0)
+        target = shifted.new_zeros(labels.shape)
+        if logits.shape[-1]:
+            target = torch.where(here, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
+        total, target = all_reduce(torch.stack((exponents.sum(-1), target)), group)
+        counted = labels != IGNORED
+        ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), column, here, counted)
+        return torch.where(counted, total.log() - target, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, column, here, counted = ctx.saved_tensors
+        result = probabilities * counted.unsqueeze(-1)
+        if result.shape[-1]:
+            result.scatter_add_(-1, column.unsqueeze(-1), -(here & counted).unsqueeze(-1).to(result.dtype))
+        return result * grad, None, None, None
