@@ -138,6 +138,7 @@ EXTREMES = [
         split="nck",
     ),
     *over_dims("prod", torch.prod, INTEGERS),
+    *over_dims("prod without gradient", lambda x, **k: torch.prod(x.detach(), **k), INTEGERS, grads=False),
     *over_dims("prod with zeros", lambda x, **k: torch.prod(torch.where(x > 1.5, 0, x), **k)),
     Sample(
         name="logsumexp",
