@@ -46,10 +46,6 @@ def scaled_dot_product_attention(
             "expand them to the same number of dims",
         )
     q_spec, k_spec, v_spec = _layouts(query, key, value, mesh)
-    if attn_mask is not None and attn_mask.requires_grad and k_spec.sizes[-2] is not None:
-        # the ring has no gradient for a mask: keep whole keys, and the mask's own rows
-        axes = k_spec.mesh_dims_of(k_spec.ndim - 2)
-        k_spec, v_spec = k_spec.replicate(axes), v_spec.replicate(axes)
     score_shape = (*q_spec.shape[:-1], k_spec.shape[-2])
     scores = ShardTensorSpec(mesh, q_spec.placements, score_shape, q_spec.sizes, query.dtype)
     neighbours = [q_spec, k_spec]
