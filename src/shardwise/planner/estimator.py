@@ -7,7 +7,7 @@ the layers of each stage) is kept in dictionaries of the estimator, so one more 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -82,6 +82,7 @@ class Estimator:
         self._costs: dict[tuple[object, ...], tuple[Cost, Cost]] = {}
         self._ends: dict[tuple[object, ...], tuple[Work, Work]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[Chunk, ...], ...]] = {}
+        self._params: dict[tuple[object, ...], Params] = {}
         self._chunks: dict[tuple[object, ...], ChunkMemory] = {}
         self._flops: dict[int, float] = {}
 
@@ -170,7 +171,7 @@ class Estimator:
 
     def _gathered(self, kind: int, layout: Layout, forward: Cost, backward: Cost, rate: Rates) -> tuple[Cost, Cost]:
         """Adds what gathering weights and scattering gradients of a fully sharded layer leaves exposed."""
-        params = self.model.layer_params(self.model.kinds[kind], layout.tp, layout.ep, layout.etp)
+        params = self.layer_params(kind, layout)
         domain, size = self.cluster.domain, layout.shard_size
 
         def seconds(width: float) -> float:
@@ -198,6 +199,14 @@ class Estimator:
             lookup = self._ends[(*key, "embedding")] = embedding_work(self.model, self._shape(layout))
         return head, lookup
 
+    def layer_params(self, kind: int, layout: Layout) -> Params:
+        """Parameters of one layer of a kind on one rank."""
+        key = (kind, layout.tp, layout.ep, layout.etp)
+        found = self._params.get(key)
+        if found is None:
+            found = self._params[key] = self.model.layer_params(self.model.kinds[kind], layout.tp, layout.ep, layout.etp)
+        return found
+
     def stages(self, layout: Layout) -> tuple[tuple[Chunk, ...], ...]:
         """Virtual stages of each pipeline rank."""
         key = (
@@ -222,12 +231,17 @@ class Estimator:
         ranks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
         for stage in split(layout, self.model.num_layers, len(self.model.mtp)):
             first = 0 if stage.mtp else len(self._mtp_kinds)
+            layers = tuple(Counter(self._layer_kinds[stage.layers.start : stage.layers.stop]).items())
+            params = stage_params(self.model, layout, replace(stage, layers=range(0)))
+            for kind, count in layers:
+                each = self.layer_params(kind, layout)
+                params = Params(params.dense + count * each.dense, params.expert + count * each.expert)
             chunk = Chunk(
-                layers=tuple(Counter(self._layer_kinds[index] for index in stage.layers).items()),
+                layers=layers,
                 mtp=tuple(Counter(self._mtp_kinds[first : first + stage.mtp]).items()),
                 embedding=stage.embedding,
                 head=stage.head,
-                params=stage_params(self.model, layout, stage),
+                params=params,
             )
             ranks[stage.rank].append(chunk)
             if layout.schedule == "dualpipe":
@@ -307,7 +321,7 @@ class Estimator:
             if layout.offload.activation_modules:  # one layer each being computed, sent and fetched
                 extra += 2 * (saved.total - saved.after(Recompute(), layout.offload.activation_modules))
             working = max(working, saved.working + extra)
-            largest = max(largest, model.layer_params(model.kinds[kind], layout.tp, layout.ep, layout.etp).total)
+            largest = max(largest, self.layer_params(kind, layout).total)
         if chunk.embedding:
             saved_bytes += (2.0 + bool(model.dropout)) * model.hidden * shape.split_tokens
         if chunk.head:

@@ -1,7 +1,7 @@
 """Fits the efficiencies in ``data/efficiency.toml`` to published runs.
 
     python -m shardwise.planner.fit RUNS.csv --write        refit and store
-    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the sources, judge on the rest
+    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the sources (or `--by row`), judge on the rest
 
 Free are: per architecture and GPU type the share of peak that matrix products, expert products, attention and memory-bound kernels
 reach; per link its usable share; how much of each kind of communication stays exposed; per framework and release a speed factor, the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from typing import Any
 from shardwise.planner.estimator import Estimator
 from shardwise.planner.rates import profile, rates
 from shardwise.planner.runs import Run, read_runs, read_table
+from shardwise.planner.validate import quantile
+from shardwise.spec.blocks import Attention, Mla
 
 GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory", "permute", "quantise", "scan", "accumulate")
 PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention", "network")
@@ -130,16 +133,62 @@ class Problem:
         return [self.error(index, tables) for index in range(len(self.runs))]
 
 
+STEP = 1e-2  # of a logarithm, for derivatives
+
+
+def sensitive(run: Run) -> set[tuple[str, str]]:
+    """(table, key) of the numbers that the prediction of a run depends on."""
+    layout, moe = run.layout, run.model.moe is not None
+    low = layout.precision not in ("bf16", "fp16", "fp32")
+    hybrid = any(not isinstance(layer.mixer, (Attention, Mla)) and layer.mixer is not None for layer in run.model.kinds)
+    keys = {("gpu", key) for key in ("matmul_bf16", "attention", "memory", "accumulate")}
+    keys |= {("profile", key) for key in ("speed", "launch_us", "step_ms", "attention")}
+    keys.add(("common", "near"))
+    wanted = {
+        ("gpu", "matmul_fp4"): layout.precision == "nvfp4",
+        ("gpu", "matmul_fp8"): low and layout.precision != "nvfp4",
+        ("gpu", "quantise"): low,
+        ("gpu", "grouped"): moe,
+        ("gpu", "permute"): moe,
+        ("gpu", "scan"): hybrid,
+        ("profile", "moe"): moe,
+        ("common", "ep"): moe and not layout.overlap_moe,
+        ("common", "ep_overlapped"): moe and layout.overlap_moe,
+        ("common", "tp"): layout.tp > 1,
+        ("common", "tp_overlapped"): layout.tp > 1,
+        ("common", "cp"): layout.cp > 1,
+        ("common", "pp"): layout.pp > 1,
+        ("common", "dp_hidden"): layout.world > 1,
+        ("profile", "network"): run.cluster.gpus > run.cluster.domain,
+        ("link", "efficiency"): run.cluster.gpus > run.cluster.domain,
+    }
+    return keys | {key for key, needed in wanted.items() if needed}
+
+
+def scaled(tables: Tables, kind: str, key: str) -> Tables:
+    """The tables with every entry of one key larger by a step."""
+    entries = {
+        name: {each: value * math.exp(STEP) if each == key else value for each, value in entry.items()}
+        for name, entry in tables[kind].items()
+    }
+    return {**tables, kind: entries}
+
+
 def solve(problem: Problem, iterations: int = 12) -> list[float]:
-    """Gauss-Newton with priors and soft-L1 weights; derivatives only for the runs a number can change."""
+    """Gauss-Newton with priors and soft-L1 weights.
+
+    A number and its parents multiply the same rate, so a run has one derivative per key, which all of them share.
+    """
     import numpy as np
 
-    count = len(problem.free)
+    count, runs = len(problem.free), problem.runs
     values: Any = np.zeros(count)
     widths = np.array([free.width for free in problem.free])
-    masks = [[index for index, run in enumerate(problem.runs) if free.applies(run)] for free in problem.free]
-    weights = _source_weights(problem.runs)
-    step = 1e-2
+    columns: dict[tuple[str, str], list[int]] = {}
+    for column, free in enumerate(problem.free):
+        columns.setdefault((free.path[0], free.path[2]), []).append(column)
+    touched = [sensitive(run) for run in runs]
+    weights = _source_weights(runs)
     damping = 1.0
 
     def objective(errors: Any, at: Any) -> float:
@@ -149,21 +198,23 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
     errors: Any = np.array(problem.errors(values))
     best = objective(errors, values)
     for _ in range(iterations):
-        jacobian = np.zeros((len(problem.runs), count))
-        for column, mask in enumerate(masks):
-            shifted: Any = values.copy()
-            shifted[column] += step
-            tables = problem.tables(shifted)
-            for index in mask:
-                jacobian[index, column] = (problem.error(index, tables) - errors[index]) / step
+        jacobian = np.zeros((len(runs), count))
+        base = problem.tables(values)
+        for (kind, key), same in columns.items():
+            larger = scaled(base, kind, key)
+            for index, run in enumerate(runs):
+                if (kind, key) in touched[index]:
+                    slope = (problem.error(index, larger) - errors[index]) / STEP
+                    for column in same:
+                        if problem.free[column].applies(run):
+                            jacobian[index, column] = slope
         robust = weights / np.sqrt(1 + (errors / LOSS_SCALE) ** 2) / 0.05**2
         normal = jacobian.T @ (jacobian * robust[:, None]) + np.diag(1 / widths**2)
         gradient = jacobian.T @ (robust * errors) + values / widths**2
         improved = False
         while damping < 1e6:
             move = np.linalg.solve(normal + np.diag(np.diag(normal)) * (damping - 1 if damping > 1 else 0), gradient)
-            move = np.clip(move, -0.5, 0.5)
-            trial = values - move
+            trial = values - np.clip(move, -0.5, 0.5)
             trial_errors: Any = np.array(problem.errors(trial))
             score = objective(trial_errors, trial)
             if score < best:
@@ -172,7 +223,7 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
                 damping = max(1.0, damping / 4)
                 break
             damping *= 4
-        print(f"objective {best:.1f}, median |error| {np.median(np.abs(errors)):.4f}", flush=True)
+        print(f"objective {best:.1f}, median |error| {np.median(np.abs(errors)):.4f}", file=sys.stderr, flush=True)
         if not improved:
             break
     return [float(value) for value in values]
@@ -210,11 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--write", action="store_true", help="store the result in the package")
     parser.add_argument("--cross", type=int, default=0, help="folds of sources for cross-validation")
+    parser.add_argument("--by", choices=("source", "row"), default="source", help="what a fold leaves out")
     parser.add_argument("--iterations", type=int, default=12)
     options = parser.parse_args(arguments)
     runs, _ = read_runs(read_table(options.table))
     if options.cross:
-        cross_validate(runs, options.cross, options.iterations)
+        cross_validate(runs, options.cross, options.iterations, options.by)
         return
     problem = Problem(runs, start_tables())
     tables = problem.tables(solve(problem, options.iterations))
@@ -225,21 +277,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(text)
 
 
-def cross_validate(runs: Sequence[Run], folds: int, iterations: int) -> None:
-    """Fit without every fold of sources in turn and print the errors on the sources left out."""
-    sources = sorted({run.source for run in runs if run.seconds and run.comparable})
+def cross_validate(runs: Sequence[Run], folds: int, iterations: int, by: str) -> None:
+    """Fit without one part of the runs in turn and print the errors on the part left out.
+
+    by: `source` leaves out whole sources, so that their software profile is unknown too; `row` every so many-th row.
+    """
+    used = [run for run in runs if run.seconds and run.comparable]
+    sources = sorted({run.source for run in used})
+    part = {run.id: (sources.index(run.source) if by == "source" else index) % folds for index, run in enumerate(used)}
+    found: dict[str, list[float]] = {}
     for fold in range(folds):
-        held = set(sources[fold::folds])
-        problem = Problem([run for run in runs if run.source not in held], start_tables())
+        problem = Problem([run for run in used if part[run.id] != fold], start_tables())
         tables = problem.tables(solve(problem, iterations))
-        judged = Problem([run for run in runs if run.source in held], start_tables())
-        for source in sorted(held):
-            errors = sorted(abs(math.expm1(judged.error(index, tables))) for index, run in enumerate(judged.runs) if run.source == source)
-            if errors:
-                print(
-                    f"{source}: {len(errors)} rows, median {errors[len(errors) // 2]:.3f}, p90 {errors[int(0.9 * (len(errors) - 1))]:.3f}",
-                    flush=True,
-                )
+        judged = Problem([run for run in used if part[run.id] == fold], start_tables())
+        for index, run in enumerate(judged.runs):
+            error = math.expm1(judged.error(index, tables))
+            for group in ("moe" if "moe" in run.arch else "dense", f"source {run.source}"):
+                found.setdefault(group, []).append(error)
+    print(f"left out by {by}, {folds} folds\n\n| group | rows | median | p90 | bias |\n| --- | ---: | ---: | ---: | ---: |")
+    for group, errors in sorted(found.items()):
+        size, signed = sorted(map(abs, errors)), sorted(errors)
+        print(f"| {group} | {len(errors)} | {quantile(size, 0.5):.1%} | {quantile(size, 0.9):.1%} | {quantile(signed, 0.5):+.1%} |")
 
 
 if __name__ == "__main__":

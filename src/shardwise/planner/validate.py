@@ -191,14 +191,15 @@ def _statistics(by: str, name: str, quantity: str, rows: int, errors: Sequence[f
         quantity=quantity,
         rows=rows,
         covered=len(errors),
-        median=_quantile(size, 0.5),
-        p90=_quantile(size, 0.9),
-        bias=_quantile(signed, 0.5),
+        median=quantile(size, 0.5),
+        p90=quantile(size, 0.9),
+        bias=quantile(signed, 0.5),
         worst_under=min(0.0, signed[0]),
     )
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Quantile of a sorted sequence, between neighbours by linear interpolation."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
