@@ -16,7 +16,8 @@ EACH_SAMPLE = pytest.mark.parametrize("sample", SAMPLES, ids=str)
 PROTOCOL = {
     "__array__", "__set__", "backward", "data_ptr", "grad", "numpy", "requires_grad_", "storage", "tolist", "untyped_storage",
     "aten._local_scalar_dense.default", "aten.equal.default", "aten.is_pinned.default", "aten.is_same_size.default",
-    "aten.batch_norm_stats.default", "aten.lift_fresh.default", "aten.new_empty.default", "aten.new_empty_strided.default", "aten.empty_like.default",
+    "aten.lift_fresh.default", "aten.new_empty.default", "aten.new_empty_strided.default", "aten.empty_like.default",
+    "aten.batch_norm_stats.default",
 }  # fmt: skip
 
 
