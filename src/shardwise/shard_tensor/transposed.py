@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from shardwise.shard_tensor.halo import grown
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 
@@ -57,8 +58,17 @@ def run_whole(x: ShardTensor, dims: Sequence[int], function: Callable[[Tensor], 
     `function` keeps the number of dims, and the size of every dim but `dims`. Communication: one all-to-all if one of `dims` is sharded.
     """
     spec = whole_spec(x._spec, dims)
-    result = function(to_local(redistribute(x, spec)))
-    return tree_map_only(Tensor, lambda local: from_local(local, result_spec(spec, local)), result)
+    local = to_local(redistribute(x, spec))
+    empty = [dim for dim in spec.sharded_dims if not local.shape[dim] and spec.shape[dim]]
+    for dim in empty:  # a row of zeros, so that the op does, and refuses, on this rank what it does on every other
+        local = grown(local, dim, 1)
+
+    def laid(part: Tensor) -> ShardTensor:
+        for dim in empty:
+            part = part.narrow(dim, 0, 0)
+        return from_local(part, result_spec(spec, part))
+
+    return tree_map_only(Tensor, laid, function(local))
 
 
 def laid_as(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
