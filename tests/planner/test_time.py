@@ -161,14 +161,24 @@ def test_an_estimator_gives_what_a_fresh_one_gives() -> None:
     """Shared pieces never leak from one layout into another."""
     full = Recompute(granularity="full", method="uniform", num_layers=1)
     layouts = [
-        Layout(tp=tp, sp=tp > 1, pp=pp, dp=32 // tp // pp, vpp=vpp, ep=ep, mbs=mbs, gbs=64, recompute=recompute, sharding=sharding, cp_comm=cp)
+        Layout(
+            tp=tp,
+            sp=tp > 1,
+            pp=pp,
+            dp=32 // tp // pp,
+            vpp=vpp,
+            ep=ep,
+            mbs=mbs,
+            gbs=64,
+            recompute=recompute,
+            sharding=sharding,  # type: ignore[arg-type]
+        )
         for tp in (1, 2)
         for pp, vpp in ((1, 1), (4, 1), (4, 2))
         for ep in (1, 4)
         for mbs in (1, 2)
         for recompute in (Recompute(), full, Recompute(granularity="selective", modules=("moe_act",)))
         for sharding in ("distributed_optimizer", "fsdp2")
-        for cp in ("p2p",)
     ]
     shared = Estimator(MOE, cluster("h100-sxm", 32), seq_len=4096)
     for layout in layouts:
@@ -183,3 +193,14 @@ def test_an_unknown_release_takes_its_framework_and_an_unknown_gpu_its_architect
     assert profile("nobody-knows").speed == efficiency()["profile"]["default"]["speed"]
     ada = rates(cluster("l40s", 8), "bf16", known)
     assert ada.matmul == pytest.approx(cluster("l40s", 8).gpu.peak("bf16") * efficiency()["gpu"]["default"]["matmul_bf16"] * known.speed)
+
+
+def test_hybrid_sharding_adds_a_sum_over_the_copies() -> None:
+    """HSDP on four nodes of 8 gathers as FSDP on one node does, and then sums shards of gradients over the nodes."""
+    hybrid = Layout(dp=32, sharding="fsdp2", shard_group=8, gbs=32)
+    many = Estimator(LLAMA_8B, cluster("a100-80gb", 32, interconnect="infiniband-100"), seq_len=512)
+    one = Estimator(LLAMA_8B, cluster("a100-80gb", 8), seq_len=512)
+    alone = Layout(dp=8, sharding="fsdp2", gbs=8)
+    assert many.step_time(hybrid).terms["fsdp"] > one.step_time(alone).terms["fsdp"]
+    assert many.memory(hybrid).allocated_gib == one.memory(alone).allocated_gib
+    assert many.memory(hybrid).allocated_gib > many.memory(hybrid.replace(shard_group=None)).allocated_gib

@@ -179,7 +179,11 @@ class Estimator:
             return dense + comm.gather_seconds(width * params.expert, layout.expert_shard_size, layout.ep * layout.etp, domain, rate.links)
 
         gather = seconds(2.0)
-        scatter = seconds(4.0 if layout.grad_dtype == "fp32" else 2.0)
+        width = 4.0 if layout.grad_dtype == "fp32" else 2.0
+        scatter = seconds(width)
+        copies = layout.dp * layout.cp // size
+        if copies > 1:  # HSDP: shards are summed over the copies
+            scatter += comm.reduce_seconds(width * params.total / size, copies, layout.tp * size, domain, rate.links)
         again = gather if layout.reshard_after_forward else 0.0
         hidden_forward, hidden_backward = sum(forward) * rate.hidden_dp, sum(backward) * rate.hidden_dp
         ahead = max(gather - hidden_forward, gather * (1 - rate.hidden_dp) * 0.2)
