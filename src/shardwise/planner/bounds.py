@@ -8,6 +8,7 @@ in flight. If no rank needs more than B, then sum_r floor(B / c_r) >= L; the sma
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 from shardwise.planner import memory, step_time
@@ -18,6 +19,12 @@ from shardwise.planner.space import Group, derive
 from shardwise.spec.layout import Layout, Recompute
 
 _ROUNDING = 1e-9
+
+
+@lru_cache(maxsize=1 << 12)
+def _least_flights(schedule: str, pp: int, vpp: int, group: int, microbatches: int) -> tuple[int, ...]:
+    """Micro batches in flight on each rank, of the virtual stage that has the fewest."""
+    return tuple(min(flights) for flights in memory.in_flight(schedule, pp, vpp, group, microbatches))
 
 
 class Bounds:
@@ -96,8 +103,8 @@ class Bounds:
         state, total = self._state(layout)
         held, working = self._held(layout, recompute)
         pp, count = layout.pp, self._count
-        kept = memory.in_flight(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
-        costs = [state + held * min(flights) for flights in kept]
+        flights = _least_flights(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
+        costs = [state + held * flight for flight in flights]
         least = count / sum([1.0 / cost for cost in costs])
         while whole and sum([int(least / cost + _ROUNDING) for cost in costs]) < count:
             least = min([(int(least / cost + _ROUNDING) + 1) * cost for cost in costs])

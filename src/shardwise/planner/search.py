@@ -20,8 +20,8 @@ from shardwise.planner.stage_search import StageCosts, StageSplit, cheapest
 from shardwise.planner.step_time import StepTimeEstimate, kernel_cost
 from shardwise.spec.layout import Layout
 
-FRONT_SLOWER = 1.5  # the Pareto front ends at plans this much slower than the best
-FRONT_STEP = 0.97  # and each of its plans needs at most this share of the memory of the faster ones
+FRONT_SLOWER = 1.25  # the Pareto front ends at plans this much slower than the best
+FRONT_STEP = 0.92  # and each of its plans needs at most this share of the memory of the faster ones
 
 Judge = Callable[[Layout], Sequence[Finding]]
 

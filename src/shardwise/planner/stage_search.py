@@ -52,17 +52,32 @@ class StageCosts:
         self._own = (0.0, *accumulate(layers))
         self._kept = (0.0, *accumulate(kept)) if kept else (0.0,) * (len(layers) + 1)
         self.largest = max(layers, default=0.0) + max(kept, default=0.0) * max(self.factors)
+        self._lines: dict[float, list[float]] = {}
         self.uniform = len(set(layers)) <= 1 and len(set(kept)) <= 1
         least = min(self.factors)
         self._rest = [self._own[-1] - own + least * (self._kept[-1] - held) for own, held in zip(self._own, self._kept)]
         self._later = [sum(self.extra[stage + 1 :]) for stage in range(self.stages)]
 
-    def of(self, stage: int, start: int, end: int) -> float:
-        return self._own[end] - self._own[start] + self.factors[stage] * (self._kept[end] - self._kept[start]) + self.extra[stage]
+    def line(self, stage: int) -> list[float]:
+        """Cost of the first n layers on a stage without its extra: of layers a to b, ``line[b] - line[a] + extra[stage]``."""
+        factor = self.factors[stage]
+        if factor not in self._lines:
+            self._lines[factor] = [own + factor * kept for own, kept in zip(self._own, self._kept)]
+        return self._lines[factor]
 
-    def rest(self, stage: int, end: int) -> float:
-        """At least this is left for the stages after ``stage`` when it ends at layer ``end``."""
-        return self._rest[end] + self._later[stage]
+    def of(self, stage: int, start: int, end: int) -> float:
+        line = self.line(stage)
+        return line[end] - line[start] + self.extra[stage]
+
+    def rest(self, stage: int) -> list[float]:
+        """At least this is left for the stages after ``stage`` when it ends at a layer."""
+        later = self._later[stage]
+        return [rest + later for rest in self._rest]
+
+    @property
+    def total(self) -> float:
+        """At least what all stages cost together."""
+        return self._rest[0] + sum(self.extra)
 
     def split(self, layers: Sequence[int]) -> StageSplit:
         ends = tuple(accumulate(layers))
@@ -132,7 +147,7 @@ def _filled(costs: StageCosts, lows: Sequence[int], loads: StageCosts | None, bu
     The smallest heaviest stage when all layers are alike, near it otherwise.
     """
     count = costs.count
-    cap = costs.rest(-1, 0) / costs.stages
+    cap = costs.total / costs.stages
     while True:
         start, later, layers = 0, sum(lows), []
         following = float("inf")  # the least cap that lets some stage take one layer more
@@ -141,13 +156,16 @@ def _filled(costs: StageCosts, lows: Sequence[int], loads: StageCosts | None, bu
             end = start + low
             if end > count or (low and loads is not None and loads.of(stage, start, end) > budget):
                 return None
-            if costs.of(stage, start, end) > cap:
-                following = min(following, costs.of(stage, start, end))
+            line, base = costs.line(stage), costs.extra[stage]
+            if line[end] - line[start] + base > cap:
+                following = min(following, line[end] - line[start] + base)
                 break
+            room = budget - loads.extra[stage] if loads is not None else 0.0
+            weights = loads.line(stage) if loads is not None else None
             while end < count - later:
-                if loads is not None and loads.of(stage, start, end + 1) > budget:
+                if weights is not None and weights[end + 1] - weights[start] > room:
                     break
-                cost = costs.of(stage, start, end + 1)
+                cost = line[end + 1] - line[start] + base
                 if cost > cap:
                     following = min(following, cost)
                     break
@@ -171,16 +189,16 @@ def _table(
     for stage in range(stages):
         row: dict[int, tuple[float, int]] = {}
         room = cap * (stages - stage - 1) if stage < stages - 1 else 0.0
-        sizes = range(fixed[stage], fixed[stage] + 1) if stage in fixed else range(lows[stage], count + 1)
+        low, high = (fixed[stage], fixed[stage]) if stage in fixed else (lows[stage], count)
+        line, base, rest = costs.line(stage), costs.extra[stage], costs.rest(stage)
+        weights = loads.line(stage) if loads is not None else None
+        space = budget - loads.extra[stage] if loads is not None else 0.0
         for start, (value, _) in best[stage].items():
-            for size in sizes:
-                end = start + size
-                if end > count:
+            for end in range(start + low, min(start + high, count) + 1):
+                cost = line[end] - line[start] + base
+                if cost > cap or (weights is not None and weights[end] - weights[start] > space):
                     break
-                cost = costs.of(stage, start, end)
-                if cost > cap or (loads is not None and loads.of(stage, start, end) > budget):
-                    break
-                if costs.rest(stage, end) > room:
+                if rest[end] > room:
                     continue
                 new = value + cost * cost if squares else max(value, cost)
                 if end not in row or new < row[end][0]:
