@@ -51,10 +51,8 @@ class Work(NamedTuple):
 
 def total(works: Iterable[Work]) -> Work:
     """Sum of works."""
-    result = Work()
-    for work in works:
-        result = result.plus(work)
-    return result
+    columns = tuple(zip(*works))
+    return Work(*map(sum, columns)) if columns else Work()
 
 
 @lru_cache(maxsize=1 << 16)
