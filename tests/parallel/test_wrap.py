@@ -1,10 +1,20 @@
 """One model, one loop, every combination of axes and wrappers: the same training as in one process."""
 
+import functools
+
 import pytest
 import torch
-from tests.parallel.training import Setup, furthest, train_alone, train_split
+import torch.nn.functional as F
+from tests.parallel.training import Setup, build, data, full, furthest, train_alone, train_split
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.testing import ranks
+from shardwise import DistributedManager, parallelize
+from shardwise.errors import InputError
+from shardwise.testing import ranks, shard
 
 STEPS = 20
 TOLERANCE = 1e-6
@@ -48,3 +58,73 @@ def test_training_equals_one_process(world):
 @ranks(4, processes=True, timeout=300)
 def test_compiled_training_equals_one_process(world):
     _compare(world, COMPILED, torch.float32, 5, TOLERANCE)
+
+
+@ranks(4, processes=True, timeout=120)
+def test_what_else_a_wrapped_model_does(world):
+    """Inference without a wrapper; activation checkpointing and dropout under DDP; bf16 under FSDP2."""
+    dtype = torch.float64
+    x, y = data(dtype)
+    alone = build(dtype)
+    mesh = world.make_mesh((1, 4), ("ddp", "domain"))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(
+                full(parallelize(build(dtype), mesh)(shard(x, mesh["domain"], dim=2))), alone(x), rtol=1e-10, atol=1e-10
+            )
+
+    mesh = world.make_mesh((2, 2), ("ddp", "domain"))
+    mine = slice(2 * mesh.get_local_rank("ddp"), 2 * mesh.get_local_rank("ddp") + 2)
+    xs, ys = shard(x[mine], mesh["domain"], dim=2), y[mine]
+
+    F.mse_loss(alone(x), y).backward()
+    recomputed = build(dtype)
+    for block in recomputed.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    wrapped = parallelize(recomputed, mesh)
+    F.mse_loss(wrapped(xs), ys).backward()
+    for mine_, theirs in zip(recomputed.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine_.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    low = parallelize(build(torch.float32), mesh, fsdp=True, mp_policy=policy)
+    F.mse_loss(low(xs.bfloat16()), ys.float()).backward()
+    for mine_, theirs in zip(low.parameters(), alone.parameters(), strict=True):
+        assert mine_.grad.dtype == torch.float32
+        assert (full(mine_.grad) - theirs.grad).norm() <= 0.05 * theirs.grad.norm() + 1e-3
+
+
+@ranks(4, processes=True, timeout=120)
+def test_dropout_in_a_wrapped_model_is_that_of_any_other_split(world):
+    gradients = []
+    for domain in (1, 2, 4):
+        mesh = world.make_mesh((4 // domain, domain), ("ddp", "domain"))
+        model = parallelize(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double(), mesh)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(world.randn(*p.shape, seed=4))
+        torch.manual_seed(11)
+        x = shard(world.randn(64, 16, 8, seed=5), mesh["domain"], dim=domain % 2)
+        out = model(x)
+        out.square().mean().backward()
+        gradients.append([out.full_tensor() == 0, *(p.grad for p in model.parameters())])
+    for other in gradients[1:]:
+        for mine, theirs in zip(other, gradients[0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert 0.4 < float(gradients[0][0].double().mean()) < 0.6
+
+
+@ranks(4, mesh={"ddp": 2, "domain": 2})
+def test_what_cannot_be_wrapped_is_refused_with_every_reason(world):
+    with pytest.raises(InputError, match="multiply to 6, the world has 4 ranks"):
+        DistributedManager().initialize_mesh((2, 3), ["ddp", "domain"])
+    with pytest.raises(InputError, match=r"axes without names"):
+        parallelize(build(torch.float32), init_device_mesh("cpu", (4,)))
+    with pytest.raises(InputError, match=r"\('rows', 'cols'\)"):
+        parallelize(build(torch.float32), world.make_mesh((2, 2), ("rows", "cols")))
+    with pytest.raises(InputError, match="without fsdp=True") as error:
+        parallelize(build(torch.float32), world.mesh, spatial_params={"nowhere": 0, "pos_embed": 5})
+    assert "'nowhere', which is not a parameter" in str(error.value)
+    assert "dim 5 of 'pos_embed', whose shape is (1, 60, 8)" in str(error.value)
+    with pytest.raises(InputError, match="already wrapped"):
+        parallelize(nn.Sequential(DistributedDataParallel(build(torch.float32))), world.mesh)

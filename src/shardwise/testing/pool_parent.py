@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -167,7 +168,16 @@ def _rank_loop(connection: Connection, stack_file: Path) -> None:
             job, rank, rendezvous = connection.recv()
             if dist.is_initialized():  # only now: every rank has finished the previous test
                 dist.destroy_process_group()
+                _forget_layouts()
             connection.send(_run_test(job, rank, rendezvous))
+
+
+def _forget_layouts() -> None:
+    """DTensor keeps the layouts of past results, with meshes whose groups are gone; a mesh of the next test may equal one of them."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _run_test(job: Job, rank: int, rendezvous: str) -> str:
