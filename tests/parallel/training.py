@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardwise import clip_grad_norm_, param_groups, parallelize, scatter_tensor
+from shardwise import clip_grad_norm_, parallelize, param_groups, scatter_tensor
 from shardwise.parallel.wrap import no_sync
 
 BATCH, HEIGHT, WIDTH, CLASSES = 4, 10, 6, 3

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,8 +100,8 @@ def _check(model, mesh, fsdp, spatial_params, mp_policy, offload_policy) -> None
     problems = []
     if not names or not set(names) <= set(AXES):
         problems.append(
-            f"a mesh with axes {names or 'without names'}: parallelize reads the axis names 'ddp' and 'domain'; build it with "
-            'DistributedManager().initialize_mesh((ddp, domain), ["ddp", "domain"]), or pass those axes of a larger mesh, mesh["ddp", "domain"]'
+            f"a mesh with axes {names or 'without names'}: parallelize reads the axis names 'ddp' and 'domain'; "
+            'build it with DistributedManager().initialize_mesh((ddp, domain), ["ddp", "domain"]), or pass those axes of a larger mesh, mesh["ddp", "domain"]'
         )
     if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
         problems.append(
@@ -151,8 +152,11 @@ def _shard(model: nn.Module, mesh: DeviceMesh, spatial_params, mp_policy, offloa
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # FSDP2 takes contiguous parameters only
             parameter.data = parameter.data.contiguous()
+    inner = dict(options)
+    if mp_policy is not None:  # the dtype of outputs is the model's: between blocks they keep the computing one
+        inner["mp_policy"] = replace(mp_policy, output_dtype=None)
     for block in _blocks(model):
-        fully_shard(block, **options)
+        fully_shard(block, **inner)
     fully_shard(model, **options)
     if copies and mesh["domain"].size() > 1:
         _average_while_running(model, lambda value: isinstance(value, nn.Parameter))
