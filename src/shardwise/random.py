@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,7 +42,7 @@ COMPARE_EVERY = 64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
-_CHUNK = 1 << 16  # elements hashed at a time on a CPU: they stay in its cache
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at a time: on a CPU they stay in its cache
 
 
 class _Source(threading.local):
@@ -140,6 +140,40 @@ def _device(mesh: DeviceMesh) -> torch.device:
 # ---------------------------------------------------------------------- numbers
 
 
+def random_values(
+    make: Callable[[Tensor], Tensor], key: Tensor, box: Box, shape: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """`make(bits)` for each element of a part of a tensor. It is called on pieces, so that the bits of all are never there at once.
+
+    make: 64 random bits to a value, by element. box, shape: as for `random_bits`.
+    """
+    pieces = [tuple(box)]
+    if not torch.compiler.is_compiling():
+        pieces = list(_pieces(tuple(box), PIECE.get(torch.device(device).type, PIECE["cuda"])))
+    if len(pieces) == 1:
+        return make(random_bits(key, box, shape, device))
+    result = None
+    for piece in pieces:
+        values = make(random_bits(key, piece, shape, device))
+        if result is None:
+            result = values.new_empty([stop - start for start, stop in box])
+        result[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(piece, box, strict=True))] = values
+    return result
+
+
+def _pieces(box: tuple[tuple[int, int], ...], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The box in pieces of at most about `limit` elements, cut along the first dims."""
+    if math.prod(stop - start for start, stop in box) <= limit:
+        yield box
+        return
+    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    inner = math.prod(b - a for a, b in box[dim + 1 :])
+    rows = max(1, limit // inner)
+    for row in range(start, stop, rows):
+        yield from _pieces((*box[:dim], (row, min(row + rows, stop)), *box[dim + 1 :]), limit)
+
+
 def random_bits(key: Tensor, box: Box, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """64 random bits, as int64, for each element of a part of a tensor.
 
@@ -149,17 +183,13 @@ def random_bits(key: Tensor, box: Box, shape: Sequence[int], device: torch.devic
     state = _mixed(key.reshape(1).clone()).reshape(()).to(device)
     step = _GAMMA
     for dim in range(len(shape) - 1, -1, -1):
-        places = torch.arange(box[dim][0], box[dim][1], dtype=torch.int64, device=device) * step
-        state = places.view(-1, *(1,) * (len(shape) - 1 - dim)) + state
+        if extent[dim] == 1 and dim:
+            state = state + _wrapped(box[dim][0] * step)
+        else:
+            places = torch.arange(box[dim][0], box[dim][1], dtype=torch.int64, device=device) * step
+            state = places.view(-1, *(1,) * (len(shape) - 1 - dim)) + state
         step = _wrapped(step * shape[dim])
-    bits = state.expand(extent).contiguous() if len(shape) else state.clone()
-    flat = bits.view(-1)
-    if flat.device.type == "cpu" and flat.numel() > _CHUNK and not torch.compiler.is_compiling():
-        for part in flat.split(_CHUNK):
-            _mixed(part)
-    else:
-        _mixed(flat)
-    return bits
+    return _mixed(state.expand(extent).contiguous())
 
 
 def _wrapped(number: int) -> int:

@@ -65,8 +65,8 @@ def normal_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 def reduction_plan(spec: ShardTensorSpec, dim: int | Sequence[int] | None, keepdim: bool = False) -> ReductionPlan:
     """The plan for reducing `dim` (as torch reads it) of a tensor laid out as `spec`."""
-    dims = normal_dims(dim, len(spec.shape))
-    return spec.cached(("reduction", dims, keepdim), lambda: _plan(spec, dims, keepdim))
+    key = ("reduction", dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
+    return spec.cached(key, lambda: _plan(spec, normal_dims(dim, len(spec.shape)), keepdim))
 
 
 def _plan(spec: ShardTensorSpec, dims: tuple[int, ...], keepdim: bool) -> ReductionPlan:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.random import keep_mask
-from shardwise.shard_tensor.ops.random import local_bits
+from shardwise.shard_tensor.ops.random import local_values
 from shardwise.shard_tensor.reduction_plan import completed, reduction_plan
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -28,6 +29,11 @@ def _scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
+def _kept(spec: ShardTensorSpec, device: torch.device, p: float) -> Tensor:
+    """Which elements of this rank's shard of `spec` are kept."""
+    return local_values(lambda bits: keep_mask(bits, 1.0 - p), spec, device)
+
+
 @shard_rule(aten.native_dropout.default)
 def native_dropout(op, args, kwargs):
     """The result, and which elements were kept. Communication: none."""
@@ -35,7 +41,7 @@ def native_dropout(op, args, kwargs):
     local, spec = completed(x)
     if train is False:
         return ShardTensor(local.clone(), spec), ShardTensor(torch.ones_like(local, dtype=torch.bool), spec)
-    keep = keep_mask(local_bits(spec, local.device), 1.0 - p)
+    keep = _kept(spec, local.device, p)
     return ShardTensor(local * keep * _scale(p), spec), ShardTensor(keep, spec.contiguous())
 
 
@@ -65,7 +71,7 @@ def torch_dropout_(input, p, train):
 
 def _noise(x: ShardTensor, spec: ShardTensorSpec, p: float) -> ShardTensor:
     """Factors laid out as `spec`: 0 where dropped, `1 / (1 - p)` where kept."""
-    keep = keep_mask(local_bits(spec, x._local_tensor.device), 1.0 - p)
+    keep = _kept(spec, x._local_tensor.device, p)
     return ShardTensor(keep.to(x.dtype) * _scale(p), spec.contiguous())
 
 
@@ -139,7 +145,7 @@ def _alpha_dropout(input, p: float, training: bool, inplace: bool, by_channel: b
     if not isinstance(input, ShardTensor) or not training or p == 0.0:
         return input
     spec = _channels(input, True) if by_channel else input._spec.gradient()
-    keep = keep_mask(local_bits(spec, input._local_tensor.device), 1.0 - p).to(input.dtype)
+    keep = _kept(spec, input._local_tensor.device, p).to(input.dtype)
     a = 1.0 / math.sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1.0 else 0.0
     factor, shift = (ShardTensor(t, spec.contiguous()) for t in (keep * a, (keep - 1) * (ALPHA * a) + ALPHA * a * p))
     if inplace:

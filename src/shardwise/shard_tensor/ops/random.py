@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.random import draw_key, integers, keep_mask, normal, open_uniform, random_bits, uniform
+from shardwise.random import draw_key, integers, keep_mask, normal, open_uniform, random_values, uniform
 from shardwise.shard_tensor import registry
 from shardwise.shard_tensor.fallback import after_write, check_writable, fallback_rule
 from shardwise.shard_tensor.reduction_plan import completed
@@ -101,17 +101,17 @@ INTEGERS_LIKE = {
 }
 
 
-def local_bits(spec: ShardTensorSpec, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """64 random bits for each element of this rank's shard of `spec`."""
-    return random_bits(draw_key(spec.mesh, generator), spec.box(), spec.shape, device)
+def local_values(make, spec: ShardTensorSpec, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """This rank's shard of a random tensor laid out as `spec`. make: 64 random bits to a value, by element."""
+    return random_values(make, draw_key(spec.mesh, generator), spec.box(), spec.shape, device)
 
 
 def local_numbers(spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, make, generator=None, **arguments) -> Tensor:
-    """This rank's shard of a random tensor laid out as `spec`; `make` is one of the distributions above."""
+    """The same with one of the distributions above."""
     if not dtype.is_complex:
-        return make(local_bits(spec, device, generator), dtype, **arguments)
-    bits = random_bits(draw_key(spec.mesh, generator), (*spec.box(), (0, 2)), (*spec.shape, 2), device)
-    parts = make(bits, dtype.to_real(), **arguments)
+        return local_values(lambda bits: make(bits, dtype, **arguments), spec, device, generator)
+    key, real = draw_key(spec.mesh, generator), dtype.to_real()
+    parts = random_values(lambda bits: make(bits, real, **arguments), key, (*spec.box(), (0, 2)), (*spec.shape, 2), device)
     return torch.view_as_complex(parts * math.sqrt(0.5) if make is _normal else parts)
 
 
@@ -160,16 +160,16 @@ def randint_like(op, args, kwargs):
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
     spec = x._spec.gradient().contiguous()
     device = torch.device(kwargs.get("device") or x.device)
-    bits = local_bits(spec, device, kwargs.get("generator"))
-    return ShardTensor(integers(bits, low, high).to(kwargs.get("dtype") or x.dtype), spec)
+    dtype = kwargs.get("dtype") or x.dtype
+    return ShardTensor(local_values(lambda bits: integers(bits, low, high).to(dtype), spec, device, kwargs.get("generator")), spec)
 
 
 @shard_rule(aten.bernoulli.default)
 def bernoulli(op, args, kwargs):
     """The argument holds the probabilities. Communication: none."""
     local, spec = completed(args[0])
-    bits = local_bits(spec, local.device, kwargs.get("generator", args[1] if len(args) > 1 else None))
-    return ShardTensor((uniform(bits, torch.float64) < local).to(local.dtype), spec)
+    draws = local_values(lambda bits: uniform(bits, torch.float64), spec, local.device, kwargs.get("generator"))
+    return ShardTensor((draws < local).to(local.dtype), spec)
 
 
 @shard_rule(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)

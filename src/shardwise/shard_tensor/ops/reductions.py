@@ -95,14 +95,12 @@ def _sum_function(name: str, divide: bool):
     def handler(input, dim=None, keepdim=False, *, dtype=None, **other):
         dim = other.pop("axis", dim)
         keepdim = other.pop("keepdims", keepdim)
-        half = input.dtype in HALF
-        if other or half or not isinstance(input, ShardTensor) or not needs_grad(input) or not _is_dim(dim):
-            return NotImplemented
-        if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
+        floats = input.dtype.is_floating_point and input.dtype not in HALF and dtype is None
+        if other or not floats or not isinstance(input, ShardTensor) or not _is_dim(dim):
             return NotImplemented
         x = input if _stays_pending(input._spec) else redistribute(input, input._spec.gradient())
         plan = reduction_plan(x._spec, dim, bool(keepdim))
-        total = to_local(x).sum(plan.dims, keepdim, dtype=dtype)
+        total = to_local(x).sum(plan.dims, keepdim)
         return from_local(total / plan.count if divide else total, plan.pending)
 
     handler.__name__ = name
