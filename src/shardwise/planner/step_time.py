@@ -19,7 +19,7 @@ from shardwise.planner.rates import Rates
 from shardwise.spec.layout import DTYPE_BYTES, Layout
 from shardwise.spec.schedules import StageTimes, makespan
 
-TERMS = ("matmul", "experts", "attention", "memory_bound", "host", "tp", "cp", "ep", "fsdp")
+TERMS = ("matmul", "experts", "attention", "memory_bound", "accumulation", "host", "tp", "cp", "ep", "fsdp")
 GRAPHED = 0.2  # host time of a kernel inside a CUDA graph, relative to one outside
 ZERO = (0.0,) * len(TERMS)
 Cost = tuple[float, ...]  # seconds per term, in the order of TERMS
@@ -56,10 +56,11 @@ def kernel_cost(work: Work, rates: Rates, *, graphed: bool = False) -> Cost:
     grouped = work.grouped / rates.grouped
     attention = work.attention / rates.attention
     memory = work.stream / rates.memory + work.permute / rates.permute + work.quantise / rates.quantise
-    memory += work.scan / rates.scan + work.accumulate / rates.accumulate
+    memory += work.scan / rates.scan
+    accumulation = work.accumulate / rates.accumulate
     launches = work.launches * (GRAPHED if graphed else 1.0) + work.eager
-    host = max(0.0, launches * rates.launch - (matmul + grouped + attention + memory))
-    return (matmul, grouped, attention, memory, host, 0.0, 0.0, 0.0, 0.0)
+    host = max(0.0, launches * rates.launch - (matmul + grouped + attention + memory + accumulation))
+    return (matmul, grouped, attention, memory, accumulation, host, 0.0, 0.0, 0.0, 0.0)
 
 
 def _tp_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> float:
@@ -119,8 +120,9 @@ def layer_costs(
     regather = 0.0
     if layout.tp > 1 and layout.sp:
         regather = comm.gather_seconds(work.tp_regathers, layout.tp, 1, domain, rates.links) * rates.exposed_tp_overlapped * 0.5
-    forward_comm = (0.0, 0.0, 0.0, 0.0, 0.0, tp, _cp_seconds(work, layout, domain, rates, forward[2], 1.0), ep, 0.0)
+    forward_comm = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, tp, _cp_seconds(work, layout, domain, rates, forward[2], 1.0), ep, 0.0)
     backward_comm = (
+        0.0,
         0.0,
         0.0,
         0.0,
@@ -155,12 +157,12 @@ def pipeline_seconds(layout: Layout, stages: Sequence[tuple[float, float]], send
 def scheduled_seconds(layout: Layout, stages: Sequence[tuple[Cost, Cost]], busy: float, send: float) -> tuple[float, float, float]:
     """The same for any schedule, by running its action lists; ``stages`` are the virtual stages in token order.
 
-    Half of the matrix products of a backward pass are weight gradients, the rest of it is needed upstream.
+    Half of the matrix products of a backward pass, and adding them up, are weight gradients; the rest of it is needed upstream.
     """
     products = [TERMS.index("matmul"), TERMS.index("experts")]
     times = []
     for forward, backward in stages:
-        weight = sum(backward[index] for index in products) / 2
+        weight = sum(backward[index] for index in products) / 2 + backward[TERMS.index("accumulation")]
         times.append(StageTimes(forward=sum(forward), input_grad=sum(backward) - weight, weight_grad=weight))
     return busy, makespan(layout, times, send) - busy, 0.0
 
