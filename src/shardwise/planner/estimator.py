@@ -186,8 +186,8 @@ class Estimator:
             scatter += comm.reduce_seconds(width * params.total / size, copies, layout.tp * size, domain, rate.links)
         again = gather if layout.reshard_after_forward else 0.0
         hidden_forward, hidden_backward = sum(forward) * rate.hidden_dp, sum(backward) * rate.hidden_dp
-        ahead = max(gather - hidden_forward, gather * (1 - rate.hidden_dp) * 0.2)
-        behind = max(again + scatter - hidden_backward, (again + scatter) * (1 - rate.hidden_dp) * 0.2)
+        ahead = max(0.0, gather - hidden_forward, gather * (1 - rate.hidden_dp) * 0.2)
+        behind = max(0.0, again + scatter - hidden_backward, (again + scatter) * (1 - rate.hidden_dp) * 0.2)
         index = TERMS.index("fsdp")
         forward = tuple(value + (ahead if i == index else 0.0) for i, value in enumerate(forward))
         backward = tuple(value + (behind if i == index else 0.0) for i, value in enumerate(backward))
