@@ -179,7 +179,7 @@ def search(
                     number += 1
                     heappush(queue, (bounds.seconds(layout), number, least, layout))
         else:
-            for plan in _evaluate(bounds, item, judge, result, uneven):
+            for plan in _evaluate(bounds, item, judge, result, uneven, lighter_than=lightest if seconds > slowest else float("inf")):
                 key = degrees(plan.layout)
                 if key not in best or plan.time.seconds < best[key].time.seconds:
                     best[key] = plan
@@ -196,8 +196,15 @@ def search(
     return result
 
 
-def _evaluate(bounds: Bounds, layout: Layout, judge: Judge, result: SearchResult, uneven: bool) -> Iterator[Plan]:
+def _evaluate(bounds: Bounds, layout: Layout, judge: Judge, result: SearchResult, uneven: bool, *, lighter_than: float) -> Iterator[Plan]:
+    """The legal variants that fit and allocate less than ``lighter_than`` bytes."""
+    divides = bounds.estimator.model.num_layers % layout.stages == 0
+    if divides and bounds.estimator.memory(layout).allocated_gib * GIB >= lighter_than:
+        result.rejected[SLOWER] += 1  # another cut moves layers to where they cost less time, not less memory
+        return
     for variant, memory in variants(bounds, layout, uneven=uneven):
+        if memory.allocated_gib * GIB >= lighter_than:
+            continue
         result.evaluated += 1
         if not memory.fits:
             result.rejected[NO_MEMORY] += 1
