@@ -15,7 +15,7 @@ from shardwise.planner import comm, memory, step_time
 from shardwise.planner.activations import Saved, layer_input, saved_by_layer, weight_sizes
 from shardwise.planner.kernels import Work
 from shardwise.planner.layer_work import LayerWork, Shape, embedding_work, head_work, layer_work, shape_of
-from shardwise.planner.memory import CONTEXT, FSDP, GIB, TIGHT, MemoryEstimate
+from shardwise.planner.memory import CONTEXT, FSDP, GIB, MemoryEstimate
 from shardwise.planner.rates import DEFAULT_PROFILE, Profile, Rates, profile, rates
 from shardwise.planner.step_time import TERMS, ZERO, Cost, StepTimeEstimate
 from shardwise.spec.blocks import Mla, Params
@@ -271,8 +271,11 @@ class Estimator:
         totals = [sum(terms.values()) for terms in stages]
         stage = max(range(layout.pp), key=totals.__getitem__)
         allocated = totals[stage]
-        reserved = allocated * self.stack.fragmentation
         capacity = self.cluster.gpu.memory
+        fits = memory.needed(allocated) <= capacity
+        reserved = allocated * self.stack.fragmentation
+        if fits:  # the allocator gives unused blocks back before it fails
+            reserved = min(reserved, capacity - CONTEXT)
         return MemoryEstimate(
             stage=stage,
             terms=stages[stage],
@@ -280,7 +283,7 @@ class Estimator:
             allocated_gib=allocated / GIB,
             reserved_gib=reserved / GIB,
             capacity_gib=capacity / GIB,
-            fits=allocated * TIGHT + CONTEXT <= capacity,
+            fits=fits,
         )
 
     def _stage_memory(self, layout: Layout, chunks: tuple[Chunk, ...]) -> tuple[dict[str, float], tuple[ChunkMemory, ...]]:
@@ -409,7 +412,8 @@ class Estimator:
         costs = []
         for stage in range(layout.stages):
             rank = rank_of_stage(layout, stage)
-            costs.append(self._chunk_cost(layout, ranks[rank][used[rank]], shared))
+            mirrored = layout.schedule == "dualpipe" and 2 * stage >= layout.pp  # the rank lists the stage it mirrors first
+            costs.append(self._chunk_cost(layout, ranks[rank][used[rank] + mirrored], shared))
             used[rank] += 1
         return costs
 
