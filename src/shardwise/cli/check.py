@@ -148,7 +148,7 @@ def _print(
     errors = sum(finding.severity == "error" for finding in findings)
     verdict = f"refused: {errors} error(s)" if errors else "legal"
     if memory:
-        need = f"{memory.reserved_gib:.1f} GiB reserved of {memory.capacity_gib:.1f}"
+        need = f"{memory.needed_gib:.1f} GiB needed of {memory.capacity_gib:.1f}"
         verdict += f", {'fits' if memory.fits else 'does not fit'} ({need})"
     print_lines(
         [

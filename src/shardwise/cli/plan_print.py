@@ -121,7 +121,7 @@ def print_plan(
             (
                 number,
                 short(plan.layout),
-                gib(plan.memory.reserved_gib),
+                gib(plan.memory.needed_gib),
                 seconds(plan.time.seconds),
                 f"{plan.time.tokens_per_s_per_gpu:,.0f}",
                 f"+{plan.time.seconds / first - 1:.1%}" if number > 1 else "",
@@ -135,13 +135,13 @@ def print_plan(
         print_time(best.time)
         front = [plan for plan in result.front if plan not in result.plans]
         if front:
-            rows = [(short(plan.layout), gib(plan.memory.reserved_gib), seconds(plan.time.seconds)) for plan in front]
+            rows = [(short(plan.layout), gib(plan.memory.needed_gib), seconds(plan.time.seconds)) for plan in front]
             print_table("Less memory, slower (Pareto front)", ("layout", "GiB", "step"), rows, wrap=(0,))
         rows = [
             (
                 plan.layout.world,
                 short(plan.layout),
-                gib(plan.memory.reserved_gib),
+                gib(plan.memory.needed_gib),
                 seconds(plan.time.seconds),
                 f"{plan.time.tokens_per_s_per_gpu:,.0f}",
             )
@@ -154,7 +154,7 @@ def print_plan(
         print_lines(["no layout fits"])
         if result.nearest:
             need = result.nearest.memory
-            print_lines([f"least memory: {short(result.nearest.layout)}: {need.reserved_gib:.1f} GiB of {need.capacity_gib:.1f}", ""])
+            print_lines([f"least memory: {short(result.nearest.layout)}: {need.needed_gib:.1f} GiB of {need.capacity_gib:.1f}", ""])
             print_memory(need)
 
     print_lines([*certificate_lines(certificate), ""])

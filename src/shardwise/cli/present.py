@@ -44,6 +44,7 @@ def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
     return {
         "allocated_gib": memory.allocated_gib,
         "reserved_gib": memory.reserved_gib,
+        "needed_gib": memory.needed_gib,
         "capacity_gib": memory.capacity_gib,
         "stage": memory.stage,
         "terms": {name: value / GIB for name, value in memory.terms.items()},
@@ -108,6 +109,7 @@ def print_memory(memory: MemoryEstimate, *, stages: bool = True) -> None:
     rows += [
         ("allocated", gib(memory.allocated_gib)),
         ("reserved", gib(memory.reserved_gib)),
+        ("needed", gib(memory.needed_gib)),
         ("of", gib(memory.capacity_gib)),
     ]
     print_table(head, ("term", "GiB"), rows)

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.planner import memory, step_time
 from shardwise.planner.activations import layer_input
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import CONTEXT, FSDP
+from shardwise.planner.memory import FSDP
 from shardwise.planner.space import Group, derive
 from shardwise.spec.layout import Layout, Recompute
 
@@ -129,10 +129,6 @@ class Bounds:
         state = sum(memory.state_terms(layout, params.dense, params.expert, frozen=frozen).values())
         saved = self.estimator.layer(kind, layout)[1]
         return state, memory.activation_bytes(layout, saved, layer_input(self.estimator.model, self.estimator._shape(layout)))
-
-    def reserved_gib(self, allocated: float) -> float:
-        """What the allocator (short of memory) and the context take at least when ``allocated`` bytes are in use."""
-        return (allocated * memory.TIGHT + CONTEXT) / memory.GIB
 
     def _state(self, layout: Layout) -> tuple[float, float]:
         """Bytes of weights, gradients and optimizer: of one layer of the commonest kind, and of all stages together."""

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import CONTEXT, GIB, state_terms
+from shardwise.planner.memory import GIB, needed, state_terms
 from shardwise.planner.search import Judge, Plan, lightest_plan
 from shardwise.planner.space import SHARDING, Space, derive, space_of
 from shardwise.spec.cluster import Cluster
@@ -99,7 +99,7 @@ def moved(estimator: Estimator, cluster: Cluster) -> Estimator:
 def _lightest(estimator: Estimator, base: Layout, space: Space, judge: Judge) -> Plan | None:
     """The lightest plan. Virtual stages only add micro batches in flight, but cut finer: they are tried where that may decide."""
     plan = lightest_plan(estimator, base, replace(space, vpp=space.vpp or (1,)), judge=judge)
-    close = plan and plan.memory.reserved_gib <= FINER_CUT * plan.memory.capacity_gib
+    close = plan and plan.memory.needed_gib <= FINER_CUT * plan.memory.capacity_gib
     if plan is None or plan.memory.fits or not close:
         return plan
     return lightest_plan(estimator, base, space, judge=judge)
@@ -109,7 +109,7 @@ def _judged(gpus: int, plan: Plan | None, capacity: float) -> World:
     if plan is None:
         return World(gpus=gpus, fits=False, least_gib=0.0, constraint="no legal layout: batch, heads, experts or layers do not divide")
     memory = plan.memory
-    need = memory.reserved_gib + CONTEXT / GIB
+    need = memory.needed_gib
     largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.1f}" for name, value in largest)
     return World(gpus=gpus, fits=memory.fits, least_gib=need, constraint=f"pipeline rank {memory.stage}: {text} GiB", plan=plan)
@@ -126,4 +126,4 @@ def floor_total(model: ModelSpec, base: Layout, space: Space) -> float:
 def _state_floor(estimator: Estimator, base: Layout, space: Space, gpus: int) -> float:
     """GiB per GPU below which no layout on ``gpus`` GPUs gets."""
     state = floor_total(estimator.model, base, space) / gpus
-    return (state * estimator.stack.fragmentation + CONTEXT) / GIB
+    return needed(state) / GIB

@@ -25,6 +25,11 @@ LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
 FUSED_LOSS, CHUNKED_LOSS = 4.0, 0.5
 
 
+def needed(allocated: float) -> float:
+    """Device memory, bytes, that a rank with this allocated peak has to have."""
+    return allocated * TIGHT + CONTEXT
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Predicted peak memory of the heaviest rank.
@@ -39,6 +44,11 @@ class MemoryEstimate:
     reserved_gib: float
     capacity_gib: float
     fits: bool
+
+    @property
+    def needed_gib(self) -> float:
+        """Device memory the heaviest rank has to have; it fits when that is at most the capacity."""
+        return needed(self.allocated_gib * GIB) / GIB
 
 
 @lru_cache(maxsize=1 << 12)

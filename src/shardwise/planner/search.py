@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from shardwise.errors import Finding
 from shardwise.planner.bounds import Bounds
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate, in_flight
+from shardwise.planner.memory import CONTEXT, GIB, TIGHT, MemoryEstimate, in_flight, needed
 from shardwise.planner.space import Group, Space, groups
 from shardwise.planner.stage_search import StageCosts, StageSplit, cheapest
 from shardwise.planner.step_time import StepTimeEstimate, kernel_cost
@@ -116,7 +116,7 @@ def variants(bounds: Bounds, plain: Layout, *, uneven: bool, lightest: bool = Fa
     cut: Layout | None
     if even and plain.vpp == 1:
         loads = memory_costs(bounds, plain, even)
-        budget = (even.capacity_gib * GIB - CONTEXT) / estimator.stack.fragmentation
+        budget = (even.capacity_gib * GIB - CONTEXT) / TIGHT
         if lightest:
             split = cheapest(loads, lows=[1] * plain.pp)
             cut = with_cut(plain, split, len(estimator.model.mtp)) if split else None
@@ -149,7 +149,7 @@ def search(
     stages unevenly. front: also evaluate what the Pareto front over time and memory needs.
     """
     bounds = Bounds(estimator)
-    capacity = estimator.cluster.gpu.memory / GIB
+    capacity = estimator.cluster.gpu.memory
     result = SearchResult()
     best: dict[tuple[object, ...], Plan] = {}  # the fastest plan of each set of degrees
     light: list[Plan] = []  # plans lighter than all faster ones
@@ -160,7 +160,7 @@ def search(
         result.considered += group.size
         least = bounds.group_bytes(group)
         number += 1
-        if bounds.reserved_gib(least) > capacity:
+        if needed(least) > capacity:
             result.rejected[NO_MEMORY_BOUND] += group.size
         else:
             queue.append((bounds.group_seconds(group), number, least, group))
@@ -173,7 +173,7 @@ def search(
         elif isinstance(item, Group):
             for layout in item.members():
                 least = bounds.bytes(layout)
-                if bounds.reserved_gib(least) > capacity:
+                if needed(least) > capacity:
                     result.rejected[NO_MEMORY_BOUND] += 1
                 else:
                     number += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardwise.errors import LayoutError
 from shardwise.planner.estimator import Estimator
 from shardwise.planner.logs import OutOfMemory, TrainingLog
-from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate
+from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate, needed
 from shardwise.planner.remedies import REMEDIES
 from shardwise.planner.search import Judge
 from shardwise.spec.blocks import Mla
@@ -390,5 +390,5 @@ def _try(evidence: Evidence, text: str, layout: Layout, judge: Judge | None) -> 
         return None
     if fault and fault.allocated_gib is not None and fault.capacity_gib is not None:
         need = max(memory.allocated_gib, fault.allocated_gib + (fault.tried_gib or 0.0)) - saves
-        fits = need * estimator.stack.fragmentation + CONTEXT / GIB <= fault.capacity_gib
+        fits = needed(need * GIB) / GIB <= fault.capacity_gib
     return Cure(text=text, layout=layout, saves_gib=saves, costs=seconds / estimator.step_time(evidence.layout).seconds - 1, fits=fits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import Finding, LayoutError
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import CONTEXT, GIB, MemoryEstimate
+from shardwise.planner.memory import GIB, MemoryEstimate
 from shardwise.planner.search import Judge, Plan
 from shardwise.planner.step_time import StepTimeEstimate
 from shardwise.spec.layout import Layout
@@ -41,7 +41,7 @@ def why_not(estimator: Estimator, layout: Layout, best: Plan | None, *, judge: J
 
 
 def _too_big(memory: MemoryEstimate) -> str:
-    over = memory.reserved_gib + CONTEXT / GIB - memory.capacity_gib
+    over = memory.needed_gib - memory.capacity_gib
     terms = _largest(list(memory.terms.items()))
     where = f" on pipeline rank {memory.stage}" if len(memory.stages) > 1 else ""
     return f"does not fit by {over:.1f} GiB{where}: " + ", ".join(

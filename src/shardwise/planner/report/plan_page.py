@@ -31,12 +31,10 @@ def plan_page(model: ModelSpec, cluster: Cluster, seq_len: int, result: SearchRe
     everything = [*result.plans, *(plan for plan in result.front if plan not in result.plans)]
     if len(everything) > 1:
         points = [
-            Point(
-                label=" ".join(grammar.words(plan.layout)), x=plan.time.seconds, y=plan.memory.reserved_gib, marked=plan in result.front
-            )
+            Point(label=" ".join(grammar.words(plan.layout)), x=plan.time.seconds, y=plan.memory.needed_gib, marked=plan in result.front)
             for plan in everything
         ]
-        blocks += [heading("Time against memory"), scatter(points, x_title="step, s", y_title="reserved, GiB", title="Pareto front")]
+        blocks += [heading("Time against memory"), scatter(points, x_title="step, s", y_title="needed, GiB", title="Pareto front")]
     if plans:
         blocks += _details(plans[0])
     if certificate:
@@ -60,14 +58,14 @@ def _ranking(plans: Sequence[Plan]) -> str:
     rows = [
         (
             " ".join(grammar.words(plan.layout)),
-            f"{plan.memory.reserved_gib:.1f}",
+            f"{plan.memory.needed_gib:.1f}",
             f"{plan.time.seconds:.3g}",
             f"{plan.time.tokens_per_s_per_gpu:,.0f}",
             f"{plan.time.mfu:.1%}",
         )
         for plan in plans
     ]
-    return table(("layout", "GiB reserved", "step, s", "tokens/s/GPU", "MFU"), rows)
+    return table(("layout", "GiB needed", "step, s", "tokens/s/GPU", "MFU"), rows)
 
 
 def _time_bars(plans: Sequence[Plan]) -> str:

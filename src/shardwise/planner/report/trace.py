@@ -61,7 +61,9 @@ def chrome_trace(layout: Layout, time: StepTimeEstimate) -> str:
         for action, start, end in row:
             name = f"{KINDS[action.kind]} {action.microbatch}"
             where = {"stage": action.stage, "micro batch": action.microbatch}
-            events.append({"ph": "X", "name": name, "cat": action.kind, "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6})
+            events.append(
+                {"ph": "X", "name": name, "cat": action.kind, "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            )
             events[-1]["args"] = where
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             if action.kind != "I":
