@@ -1,0 +1,97 @@
+"""`shardwise train`: a recipe and overrides, judged first, then run on torchrun's ranks or on ones started here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from shardwise.cli import OK
+from shardwise.cli import options as opt
+from shardwise.errors import InputError
+
+RecipeName = Annotated[str, typer.Option("--recipe", help="name of a recipe (shardwise recipes lists them)", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", show_default=False, help="overrides with Megatron Bridge's keys, like train.train_iters=3"),
+]
+
+
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", help="ranks to start here [default: smallest world of the layout]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="judge the configuration and print it, start nothing")] = False,
+    as_json: opt.Json = False,
+) -> int:
+    """Train RECIPE. The layout is judged before any process group starts: all findings at once, exit code 2.
+
+    Not under torchrun, `--nproc` ranks are started on this machine.
+    """
+    from shardwise.recipes.pretrain import recipe as named
+    from shardwise.spec.ranks import min_world
+    from shardwise.train.overrides import apply
+    from shardwise.train.plan import layout_of, plan
+
+    config = apply(named(recipe), overrides or [])
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if launched:
+        if nproc is not None:
+            raise InputError(given=f"--nproc {nproc}", why="the ranks are already started", try_="leave --nproc out under torchrun")
+        world = int(os.environ["WORLD_SIZE"])
+    else:
+        world = nproc or min_world(layout_of(config, 1))
+    chosen = plan(config, world)
+    if dry_run:
+        _show(chosen, as_json)
+        return OK
+    if launched or world == 1:
+        from shardwise.train.loop import run
+
+        return run(chosen)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "shardwise.train"]
+    return subprocess.call([*command, "--recipe", recipe, *(overrides or [])], env={"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def _show(chosen: object, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from omegaconf import OmegaConf
+
+    from shardwise.cli.render import print_findings, print_json
+    from shardwise.spec import grammar
+    from shardwise.train.plan import RunPlan
+
+    assert isinstance(chosen, RunPlan)
+    settings = asdict(chosen.config)
+    if as_json:
+        findings = [finding.to_dict() for finding in chosen.findings]
+        print_json(
+            {"layout": grammar.words(chosen.layout), "parameters": chosen.spec.total_params, "config": settings, "findings": findings}
+        )
+        return
+    print(OmegaConf.to_yaml(OmegaConf.create(settings)))
+    print(chosen.layout_line)
+    print_findings(chosen.findings)
+
+
+def export_weights(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="a checkpoint folder")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="where the safetensors go")],
+    as_json: opt.Json = False,
+) -> int:
+    """Write the weights of a checkpoint as Hugging Face safetensors."""
+    import json
+    from pathlib import Path
+
+    from shardwise.train.checkpoint import export, latest
+
+    path = latest(Path(checkpoint))
+    if path is None:
+        raise InputError(given=checkpoint, why="there is no checkpoint", try_="the folder given as checkpoint.save")
+    export(path, Path(folder), json.loads((path / "run.json").read_text())["model"])
+    print(json.dumps({"written": folder}) if as_json else f"written to {folder}")
+    return OK
