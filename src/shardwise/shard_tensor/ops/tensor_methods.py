@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import _engine_run_backward
 
+from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.fallback import leaf_full
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.tensor import ShardTensor, align_gradient, redistribute
@@ -27,72 +28,71 @@ def set_requires_grad(x: ShardTensor, value: bool) -> None:
     requires_grad_(x, value)
 
 
-# Backward passes run on gradient edges: given tensors, torch would run them with tensor subclasses switched off, and the
-# handlers would be missing where an activation checkpoint computes its forward pass again.
+# torch's own entries to autograd would run the whole backward pass with tensor subclasses switched off, and the handlers
+# would be missing where an activation checkpoint computes its forward pass again. So the engine is called from here.
 
 
-def _edge(value):
-    """The place of a `ShardTensor` in the graph; any other value, and a tensor outside of any graph, as it is."""
-    if not isinstance(value, ShardTensor):
-        return value
-    with _NoTorchFunction():
-        return get_gradient_edge(value) if value.requires_grad else value
+def _as_tuple(values) -> tuple:
+    return () if values is None else tuple(values) if isinstance(values, list | tuple) else (values,)
 
 
-def _edges(values):
-    if values is None or isinstance(values, Tensor):
-        return _edge(values)
-    return tuple(_edge(value) for value in values)
+def _gradients(outputs: tuple, gradients) -> tuple:
+    """One gradient for each output: a plain one of a `ShardTensor` is the whole gradient on every rank, none is 1 for a scalar."""
+    given = _as_tuple(gradients) or (None,) * len(outputs)
+    if len(given) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
+    return tuple(_gradient(output, gradient) for output, gradient in zip(outputs, given, strict=True))
 
 
-def _laid_like(output, gradient):
-    """The gradient of a `ShardTensor` output: a plain one is the whole gradient on every rank, none is 1 for a scalar."""
-    if not isinstance(output, ShardTensor):
-        return gradient
-    if gradient is None and output.numel() == 1:
+def _gradient(output: Tensor, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        if output.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(output)
-    if isinstance(gradient, Tensor) and not isinstance(gradient, ShardTensor):
+    if gradient.shape != output.shape:
+        raise RuntimeError(f"Mismatch in shape: the gradient has shape {tuple(gradient.shape)}, the output {tuple(output.shape)}")
+    if isinstance(output, ShardTensor) and not isinstance(gradient, ShardTensor):
         return redistribute(gradient, output._spec.gradient())
     return gradient
 
 
-def _all_laid_like(outputs, gradients):
-    outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
-    gradients = gradients if isinstance(gradients, list | tuple) else (gradients,) * (len(outputs) if gradients is None else 1)
-    return tuple(_laid_like(o, g) for o, g in zip(outputs, gradients, strict=True))
-
-
 @shard_function(torch.autograd.backward)
 def autograd_backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None):
-    gradients = _all_laid_like(tensors, grad_tensors)
-    tensors, inputs = _edges(tensors), _edges(inputs)
-    if _has_shard_tensor(tensors, inputs):  # without a graph: torch says so
-        with _NoTorchFunction():
-            return torch.autograd.backward(tensors, gradients, retain_graph, create_graph, grad_variables, inputs)
-    return torch.autograd.backward(tensors, gradients, retain_graph, create_graph, grad_variables, inputs)
+    outputs = _as_tuple(tensors)
+    gradients = _gradients(outputs, grad_tensors if grad_variables is None else grad_variables)
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(outputs, gradients, retain_graph, create_graph, _as_tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 @shard_function(Tensor.backward)
 def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    return autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+    autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @shard_function(torch.autograd.grad)
-def autograd_grad(outputs, inputs, grad_outputs=None, create_graph=False, allow_unused=False, materialize_grads=False, **kwargs):
-    gradients = _all_laid_like(outputs, grad_outputs)
-    edges = _edges(outputs), _edges(inputs)
-    options = {"create_graph": create_graph, "allow_unused": allow_unused or materialize_grads, **kwargs}
-    if _has_shard_tensor(*edges):
-        with _NoTorchFunction():
-            return torch.autograd.grad(outputs, inputs, gradients, **options)
-    result = torch.autograd.grad(*edges, gradients, **options)
+def autograd_grad(
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+):
+    if is_grads_batched:
+        raise MissingShardPatch(
+            "torch.autograd.grad with is_grads_batched=True", "a ShardTensor has no batched gradients", "call it in a loop"
+        )
+    outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
+    gradients = _gradients(outputs, grad_outputs)
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    unused = materialize_grads if allow_unused is None else allow_unused
+    result = _engine_run_backward(outputs, gradients, retain_graph, create_graph, inputs, unused, accumulate_grad=False)
     if materialize_grads:
         return tuple(torch.zeros_like(x, requires_grad=create_graph) if g is None else g for g, x in zip(result, inputs, strict=True))
     return result
-
-
-def _has_shard_tensor(*groups) -> bool:
-    return any(isinstance(value, ShardTensor) for group in groups for value in (group if isinstance(group, tuple) else (group,)))
 
 
 @shard_rule(aten._local_scalar_dense.default)
