@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from shardwise import ShardTensor
 from shardwise.collectives.counter import count_communication
 from shardwise.testing import assert_same_as_unsharded, ranks, shard
+from shardwise.testing.memory import measure_saved_bytes
 
 
 def check_random(world, seed, count):
@@ -254,6 +255,32 @@ def test_second_derivatives(world):
         gradients.append([g.full_tensor() if isinstance(g, ShardTensor) else g for g in second])
     for ours, theirs in zip(*gradients):
         assert torch.allclose(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+@ranks(4, mesh={"a": 2, "b": 2})
+def test_second_derivatives_with_two_sharded_dims_and_a_rank_without_output(world):
+    plain, weight = world.randn(2, 2, 7, 6), world.randn(2, 2, 3, 3).requires_grad_()
+    for sizes in ({2: (4, 3), 3: (1, 5)}, {2: (7, 0), 3: (5, 1)}):
+        gradients = []
+        for x in (plain.requires_grad_(), shard(plain, world.mesh, placements=(Shard(2), Shard(3)), sizes=sizes).requires_grad_()):
+            y = F.conv2d(x, weight, padding=1)
+            (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            second = torch.autograd.grad((first**2).sum(), (x, weight))
+            gradients.append([g.full_tensor() if isinstance(g, ShardTensor) else g for g in second])
+        for ours, theirs in zip(*gradients):
+            assert torch.allclose(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["conv", "pool"])
+@ranks(2)
+def test_what_is_kept_for_backward_is_the_rows_and_the_halo(world, pool):
+    x = shard(world.randn(1, 4, 64, 32), world.mesh, dim=2).requires_grad_()
+    weight = world.randn(4, 4, 3, 3)
+    with measure_saved_bytes([weight]) as saved:
+        y = F.max_pool2d(x.relu(), 3, stride=1, padding=1) if pool else F.conv2d(x.relu(), weight, padding=1)
+    rows = 4 * 32 * 8
+    assert saved.peak == (64 * rows if pool else 34 * rows)  # of the pool the places, as large as its output
+    y.sum().backward()
 
 
 @ranks(2)

@@ -1,5 +1,7 @@
 """Windows on shards: integer arithmetic, held against the plain definition row by row."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,4 +94,4 @@ def test_aligned_sizes_lie_on_borders_of_the_unit_and_near_the_old_ones(sizes, u
 def test_runs_are_the_set_of_rows(rows):
     spans = runs(rows)
     assert [row for span in spans for row in range(*span)] == sorted(set(rows))
-    assert all(a[1] < b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(spans))

@@ -1,66 +1,96 @@
-"""A convolution that keeps its own rows and its neighbours' apart for backward.
+"""Convolution of fetched rows that keeps no second copy of the input for backward.
 
-The fetched input is a new tensor: kept whole it would double what a rank keeps, since the op before has usually kept the
-rank's own rows already. Kept are those rows (shared with whoever else keeps them) and the few fetched ones.
+Autograd would keep the local rows together with their halo, beside the local rows that the op before often keeps too (a ReLU keeps its
+result). Here the local rows themselves and the halo are kept, and put together again in backward.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.shard_tensor.halo import Halo, fetch
 from shardwise.shard_tensor.spec import ShardTensorSpec
-
-_convolution = torch.ops.aten.convolution.default
-_convolution_backward = torch.ops.aten.convolution_backward.default
+from shardwise.spec.spans import as_spans, intersect
 
 
-def lean_convolution(own: Tensor, spec: ShardTensorSpec, halo: Halo, weight: Tensor, bias: Tensor | None, args: tuple) -> Tensor:
-    """The convolution of `own` and of the rows around it that `halo` reads in its one sharded dim.
+@dataclass(frozen=True, kw_only=True)
+class LeanConvolution:
+    """A convolution `func(x, weight, bias, *args)` of rows fetched by `halos`; args are stride, padding, dilation and groups.
 
-    args: stride, padding, dilation, groups of the local call. Communication: that of `fetch`; a second derivative fetches again.
+    Communication: that of `fetch`; a second derivative fetches again, so either all ranks use this or none.
+    rows: (dim, first, count, before) for each halo: which local rows lie in the fetched ones, and after how many others.
     """
-    fetched = fetch(own, spec, [halo])
-    start, stop = halo.owned[halo.block]
-    first, last = halo.reads[halo.block]
-    before, after = max(0, min(start, last) - first), max(0, last - max(stop, first))
-    count = fetched.shape[halo.dim] - before - after
-    inside = (max(first, start) - start if count else 0, count)
-    return _LeanConvolution.apply(own, fetched, weight, bias, (spec, halo), before, after, inside, args)
+
+    func: Callable
+    args: tuple
+    spec: ShardTensorSpec
+    halos: tuple[Halo, ...]
+    rows: tuple[tuple[int, int, int, int], ...]
+
+    def __call__(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        fetched = fetch(local, self.spec, self.halos)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (local, weight, bias)):
+            return _Convolution.apply(fetched, local, weight, bias, self)
+        return self.func(fetched, weight, bias, *self.args)
+
+    def frame(self, fetched: Tensor) -> list[Tensor]:
+        """Copies of what surrounds the local rows, the last dim first."""
+        pieces = []
+        for dim, _, count, before in reversed(self.rows):
+            after = before + count
+            pieces += [fetched.narrow(dim, 0, before).clone(), fetched.narrow(dim, after, fetched.shape[dim] - after).clone()]
+            fetched = fetched.narrow(dim, before, count)
+        return pieces
+
+    def together(self, local: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """The fetched rows, from the local ones and their frame."""
+        for dim, first, count, _ in self.rows:
+            local = local.narrow(dim, first, count)
+        for index, (dim, *_) in enumerate(self.rows):
+            place = 2 * (len(self.rows) - 1 - index)
+            local = torch.cat((pieces[place], local, pieces[place + 1]), dim)
+        return local
 
 
-class _LeanConvolution(torch.autograd.Function):
+def rows_within(halo: Halo) -> tuple[int, int, int, int]:
+    """(dim, first, count, before): the owned rows that are among the rows read, and how many are read before them."""
+    owned = halo.owned[halo.block]
+    before = 0
+    for span in as_spans(halo.reads[halo.block]):
+        start, stop = intersect(span, owned)
+        if stop > start:
+            return halo.dim, start - owned[0], stop - start, before + start - span[0]
+        before += span[1] - span[0]
+    return halo.dim, 0, 0, 0
+
+
+class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, own, fetched, weight, bias, where, before: int, after: int, inside: tuple[int, int], args: tuple):
-        dim = where[1].dim
-        rows = fetched.shape[dim]
-        ctx.save_for_backward(
-            own, fetched.narrow(dim, 0, before).clone(), fetched.narrow(dim, rows - after, after).clone(), weight, bias
-        )
-        ctx.where, ctx.inside, ctx.args = where, inside, args
-        stride, padding, dilation, groups = args
-        return _convolution(fetched, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    def forward(ctx: Any, fetched: Tensor, local: Tensor, weight: Tensor, bias: Tensor | None, conv: LeanConvolution) -> Tensor:
+        ctx.conv, ctx.has_bias = conv, bias is not None
+        ctx.save_for_backward(local, weight, bias, *conv.frame(fetched))
+        return conv.func(fetched, weight, bias, *conv.args)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        own, before, after, weight, bias = ctx.saved_tensors
-        _, wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        spec, halo = ctx.where
-        stride, padding, dilation, groups = ctx.args
-        zeros = [0] * len(stride)
-        if torch.is_grad_enabled():  # second order: the same in differentiable steps, from the rank's own rows
-            wanted = (wants_input, False, wants_weight, wants_bias)
-            again = _convolution(fetch(own, spec, [halo]), weight, bias, stride, padding, dilation, False, zeros, groups)
-            inputs = [x for x, wants in zip((own, None, weight, bias), wanted, strict=True) if wants]
-            found = iter(torch.autograd.grad(again, inputs, grad, create_graph=True))
-            return *(next(found) if wants else None for wants in wanted), *_NOTHING
-        fetched = torch.cat([before, own.narrow(halo.dim, *ctx.inside), after], halo.dim)
-        sizes = None if bias is None else list(bias.shape)
-        grads = _convolution_backward(
-            grad, fetched, weight, sizes, stride, padding, dilation, False, zeros, groups, [wants_input, wants_weight, wants_bias]
-        )
-        return None, *grads, *_NOTHING
-
-
-_NOTHING = (None,) * 5
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        conv = ctx.conv
+        local, weight, bias, *pieces = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.has_bias and ctx.needs_input_grad[3]]
+        if torch.is_grad_enabled():  # a gradient of the gradient: of the same convolution, recorded
+            fetched = fetch(local, conv.spec, conv.halos)
+            result = conv.func(fetched, weight, bias, *conv.args)
+            inputs = [t for t, want in zip((fetched, weight, bias), wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(result, inputs, grad, create_graph=True))
+            grads = [next(found) if want else None for want in wanted]
+        else:
+            stride, padding, dilation, groups = conv.args
+            sizes = [weight.shape[0]] if ctx.has_bias else None
+            grads = torch.ops.aten.convolution_backward.default(
+                grad, conv.together(local, pieces), weight, sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
+            )
+        return grads[0], None, grads[1], grads[2], None

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from shardwise.shard_tensor.channels import Channels, split_channels
 from shardwise.shard_tensor.fallback import replicated
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, with_sizes
-from shardwise.shard_tensor.lean import lean_convolution
+from shardwise.shard_tensor.lean import LeanConvolution, rows_within
 from shardwise.shard_tensor.promote import plain_operand
 from shardwise.shard_tensor.registry import check_promotion, shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -67,9 +67,19 @@ def sharded_operands(x: Tensor, *weights: Tensor | None) -> ShardTensor:
     return from_local(x, replicated(x.detach(), mesh)._spec)
 
 
+def under_autocast(local: Tensor, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands in the precision that autocast, if it is on, gives a convolution: halos travel and are kept in it."""
+    device = local.device.type
+    if not torch.is_autocast_enabled(device) or local.dtype is torch.float64 or not local.is_floating_point():
+        return (local, *weights)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None else t.to(dtype) for t in (local, *weights))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What the ranks do: `source` is the layout the input must have, `args` are those of the local call."""
+    """What the ranks do: `source` is the layout the input must have, `args` are those of the local call; `lean`, on all ranks or none,
+    stands for all of it."""
 
     source: ShardTensorSpec
     out: ShardTensorSpec
@@ -78,6 +88,7 @@ class _Plan:
     borders: tuple[int, ...]
     least: tuple[int, ...]
     args: tuple
+    lean: LeanConvolution | None
 
 
 @shard_function(torch.conv1d)
@@ -110,12 +121,12 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
     padding = padding if isinstance(padding, str) else each(padding, n)
     key = ("conv", tuple(weight.shape), bias is None, each(stride, n), padding, each(dilation, n), groups)
     plan = x._spec.cached(key, lambda: _plan(x._spec, n, tuple(weight.shape), bias is not None, *key[3:]))
-    x = redistribute(x, plan.source)
-    own = to_local(x)
+    local = to_local(redistribute(x, plan.source))
     weight, bias = (plain_operand(w, [plan.source]) for w in (weight, bias))
-    if _keeps_rows_apart(plan, own, n):
-        return from_local(lean_convolution(own, plan.source, plan.halos[0], weight, bias, plan.args), plan.out)
-    local = fetch(own, plan.source, plan.halos)
+    local, weight, bias = under_autocast(local, weight, bias)
+    if plan.lean is not None and not torch.compiler.is_compiling():
+        return from_local(plan.lean(local, weight, bias), plan.out)
+    local = fetch(local, plan.source, plan.halos)
     if plan.channels is not None:
         local, weight, bias = plan.channels.local(local, weight, bias, plan.source.ndim - n - 1)
     if plan.borders:
@@ -124,16 +135,6 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
         local = grown(local, dim, rows)
     local = CONVOLUTIONS[n](local, weight, bias, *plan.args)
     return from_local(cut(local, plan.out.local_shape), plan.out)
-
-
-def _keeps_rows_apart(plan: _Plan, own: Tensor, n: int) -> bool:
-    """Whether the convolution is one plain call on fetched rows, whose own rows need not be kept twice. Decided from the plan; only
-    whether anything is recorded may differ between ranks, and both ways communicate alike."""
-    if len(plan.halos) != 1 or plan.channels is not None or plan.borders or plan.least or own.ndim != n + 2:
-        return False
-    if not isinstance(plan.halos[0].reads[plan.halos[0].block][0], int):
-        return False
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled(own.device.type) and not torch.compiler.is_compiling()
 
 
 def _plan(
@@ -164,6 +165,12 @@ def _plan(
     for halo in halos:
         if halo.made[0] == halo.made[1]:
             least[halo.dim] = windows[halo.dim - first].reach
+    args = (stride, tuple(around), dilation, groups)
+    lean = None
+    simple = spec.ndim == n + 2 and channels is None and not any(borders) and all(all(halo.make_sizes) for halo in halos)
+    if simple and any(halo.reads != halo.owned for halo in halos):
+        rows = tuple(rows_within(halo) for halo in halos)
+        lean = LeanConvolution(func=CONVOLUTIONS[n], args=args, spec=spec, halos=tuple(halos), rows=rows)
     return _Plan(
         source=spec,
         out=out,
@@ -171,7 +178,8 @@ def _plan(
         channels=channels,
         borders=tuple(borders) if any(borders) else (),
         least=tuple(least) if any(least) else (),
-        args=(stride, tuple(around), dilation, groups),
+        args=args,
+        lean=lean,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.shard_tensor.channels import Channels, split_channels
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, rows_at, with_sizes
-from shardwise.shard_tensor.ops.conv import TRANSPOSED, each, output_shape, sharded_operands
+from shardwise.shard_tensor.ops.conv import TRANSPOSED, each, output_shape, sharded_operands, under_autocast
 from shardwise.shard_tensor.promote import plain_operand
 from shardwise.shard_tensor.registry import check_promotion, shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -63,9 +63,10 @@ def transposed_convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | Non
     args = (each(stride, n), each(padding, n), each(output_padding, n), groups, each(dilation, n))
     key = ("conv_transpose", tuple(weight.shape), bias is None, args)
     plan = x._spec.cached(key, lambda: _plan(x._spec, n, tuple(weight.shape), bias is not None, *args))
-    x = redistribute(x, plan.source)
-    local = fetch(to_local(x), plan.source, plan.halos)
+    local = to_local(redistribute(x, plan.source))
     weight, bias = (plain_operand(w, [plan.source]) for w in (weight, bias))
+    local, weight, bias = under_autocast(local, weight, bias)
+    local = fetch(local, plan.source, plan.halos)
     if plan.channels is not None:
         local, weight, bias = plan.channels.local(local, weight, bias, plan.source.ndim - n - 1)
     for dim, _, _ in plan.pieces:

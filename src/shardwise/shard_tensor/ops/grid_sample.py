@@ -63,8 +63,8 @@ def _make_plan(x: ShardTensorSpec, grid: ShardTensorSpec) -> _Plan:
     fits = x.ndim in (4, 5) and grid.ndim == x.ndim and grid.shape[-1] == x.ndim - 2 and grid.shape[0] == x.shape[0]
     if not fits or 0 in x.shape[2:]:
         raise RuntimeError(
-            f"grid_sampler(): expected an input of shape (N, C, H, W) or (N, C, D, H, W) and a grid of shape (N, ..., {x.ndim - 2}) with as "
-            f"many dims, but got input with sizes {list(x.shape)} and grid with sizes {list(grid.shape)}"
+            f"grid_sampler(): expected an input of shape (N, C, H, W) or (N, C, D, H, W) and a grid of shape (N, ..., {x.ndim - 2}) of "
+            f"as many dims, but got input with sizes {list(x.shape)} and grid with sizes {list(grid.shape)}"
         )
     halves = x.dtype in (torch.float16, torch.bfloat16)
     mesh = x.mesh

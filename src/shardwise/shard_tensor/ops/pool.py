@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -217,12 +219,35 @@ def _maximum(n: int, x: ShardTensor, kernel_size, stride, padding, dilation, cei
         empty = from_local(connected_empty(plan.out.local_shape, local), plan.out)
         return (empty, _indices(local.new_empty(plan.out.local_shape, dtype=torch.int64), plan)) if return_indices else empty
     args = (kernel, strides, plan.padding, dilations, ceil_mode)
+    if plan.halos:
+        values, places = _Maxima.apply(local, n, args)
+    elif return_indices:
+        values, places = WITH_INDICES[n](local, *args)
+    else:
+        return from_local(MAXIMA[n](local, *args), plan.out)
     if not return_indices:
-        return from_local(cut(MAXIMA[n](local, *args), plan.out.local_shape), plan.out)
-    values, places = WITH_INDICES[n](local, *args)
+        return from_local(cut(values, plan.out.local_shape), plan.out)
     if plan.halos:
         places = global_places(places, local.shape[-n:], plan.starts, spec.shape[-n:], dilations)
     return from_local(cut(values, plan.out.local_shape), plan.out), _indices(cut(places, plan.out.local_shape), plan)
+
+
+class _Maxima(torch.autograd.Function):
+    """Maximum pooling that keeps the places of the maxima, and not the fetched rows, for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int, args: tuple) -> tuple[Tensor, Tensor]:
+        values, places = WITH_INDICES[n](x, *args)
+        ctx.n, ctx.shape = n, x.shape
+        ctx.save_for_backward(places)
+        ctx.mark_non_differentiable(places)
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+        (places,) = ctx.saved_tensors
+        whole = grad.new_zeros((*ctx.shape[: -ctx.n], prod(ctx.shape[-ctx.n :])))
+        return whole.scatter_add(-1, places.flatten(-ctx.n), grad.flatten(-ctx.n)).view(ctx.shape), None, None
 
 
 def _indices(local: Tensor, plan: _Plan) -> ShardTensor:
