@@ -6,6 +6,7 @@ Public names are loaded on first use, so that importing the package (and plannin
 from importlib import import_module
 
 _HOMES = {
+    "Checkpoints": "shardwise.parallel.checkpoint",
     "DistributedManager": "shardwise.mesh.process",
     "MissingShardPatch": "shardwise.errors",
     "ShardTensor": "shardwise.shard_tensor",

@@ -101,7 +101,8 @@ def _check(model, mesh, fsdp, spatial_params, mp_policy, offload_policy) -> None
     if not names or not set(names) <= set(AXES):
         problems.append(
             f"a mesh with axes {names or 'without names'}: parallelize reads the axis names 'ddp' and 'domain'; "
-            'build it with DistributedManager().initialize_mesh((ddp, domain), ["ddp", "domain"]), or pass those axes of a larger mesh, mesh["ddp", "domain"]'
+            'build it with DistributedManager().initialize_mesh((ddp, domain), ["ddp", "domain"]), or pass those axes of a larger '
+            'mesh, mesh["ddp", "domain"]'
         )
     if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
         problems.append(
