@@ -75,6 +75,40 @@ def plain_operand(value: Tensor | None, specs: Sequence[ShardTensorSpec]) -> Ten
     return sum_gradient(value, specs[0].mesh, dims)
 
 
+def weight_operand(value: Tensor | None, spec: ShardTensorSpec) -> tuple[Tensor | None, _Use | None]:
+    """`plain_operand` for an op with a backward of its own, which saves a node for each weight.
+
+    Returns the tensor to use and, if its gradient is a pending sum, its use: backward must return `contributed(use, summand)`.
+    """
+    if value is not None and type(value) in _PLAIN and value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+        if averaging.owns is None and not torch.compiler.is_compiling():
+            dims = summed_dims((spec,))
+            use = _use(value, spec.mesh, dims) if dims else None
+            if use is not None and not use.at_once:
+                return use.last_of(value), use
+    return plain_operand(value, (spec,)), None
+
+
+def contributed(use: _Use | None, grad: Tensor | None) -> Tensor | None:
+    """The gradient to return for an operand of `weight_operand`, given this rank's summand."""
+    if use is None or grad is None:
+        return grad
+    total = use.contribute(grad)
+    return grad if total is None else total
+
+
+def again_operand(use: _Use | None, value: Tensor | None) -> Tensor | None:
+    """An operand of `weight_operand` for a backward that is itself recorded: what flows back to it from there is a summand too."""
+    if use is None or value is None:
+        return value
+    alias = _alias(value)
+    alias.register_hook(use.contribute)
+    return alias
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 class _Promote(torch.autograd.Function):
     """Plain to replicated. Backward: this rank's summand of the gradient, over the mesh dims `dims`."""
 
@@ -124,20 +158,31 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
         return value
     if averaging.owns is not None and averaging.owns(value):
         return _Scaled.apply(value, prod(mesh.size(i) for i in dims))
+    if not value.is_leaf or torch.compiler.is_compiling():
+        group = _sums(mesh).group(mesh, dims)
+        return value if group is None else comm.sum_gradient(value, group)
+    use = _use(value, mesh, dims)
+    return value if use is None else use.first_of(value)
+
+
+def _use(value: Tensor, mesh, dims: tuple[int, ...]) -> _Use | None:
+    """The use of leaf `value` on the group of `dims`, made if there is none; None if the group has one rank."""
+    sums = _sums(mesh)
+    use = sums.uses.get((id(value), dims))
+    if use is not None and use.serves(value):
+        return use
+    group = sums.group(mesh, dims)
+    if group is None:
+        return None
+    use = sums.uses[id(value), dims] = _Use(value, group)
+    return use
+
+
+def _sums(mesh) -> _Sums:
     sums = mesh.__dict__.get("_shardwise_sums")
     if sums is None:
         sums = mesh.__dict__["_shardwise_sums"] = _Sums()
-    use = sums.uses.get((id(value), dims))
-    alias = use.alias_of(value) if use is not None else None
-    if alias is not None:
-        return alias
-    group = sums.group(mesh, dims)
-    if group is None:
-        return value
-    if not value.is_leaf or torch.compiler.is_compiling():
-        return comm.sum_gradient(value, group)
-    use = sums.uses[id(value), dims] = _Use(value, group)
-    return use.attach(value)
+    return sums
 
 
 class _Averaging(threading.local):
@@ -182,46 +227,63 @@ class _Sums:
 
 
 class _Use:
-    """One weight on one group: the alias that ops use, and the gradient on its way back. Holds no tensor alive."""
+    """One weight on one group: the aliases that ops use, and the gradient on its way back. Holds no tensor alive."""
 
-    __slots__ = ("__weakref__", "alias", "at_once", "bucket", "group", "memory", "value")
+    __slots__ = ("__weakref__", "at_once", "buckets", "first", "group", "last", "memory", "value")
 
     def __init__(self, value: Tensor, group) -> None:
         self.value = weakref.ref(value)
         self.memory = (value.data_ptr(), value._version)
         self.group = group
-        self.bucket: _Bucket | None = None
-        self.alias: TensorWeakRef | None = None
+        self.buckets: list[_Bucket] = []
         self.at_once = _reads_gradients_early()
+        self.last: TensorWeakRef | None = None
+        self.first: TensorWeakRef | None = None
 
-    def attach(self, value: Tensor) -> Tensor:
-        last = _alias(value)
-        if not self.at_once:
-            last.grad_fn._set_sequence_nr(0)
-            last.register_hook(self.finish)
-        first = _alias(last)
-        first.register_hook(self.contribute)
-        self.alias = TensorWeakRef(first)
-        return first
+    def serves(self, value: Tensor) -> bool:
+        """Whether the aliases stand for `value`: the same object and memory, and no backward has passed since."""
+        return self.memory is not None and self.value() is value and (value.data_ptr(), value._version) == self.memory
 
-    def alias_of(self, value: Tensor) -> Tensor | None:
-        """The alias, while it stands for `value`: the same object and memory, and no backward has passed since."""
-        if self.alias is None or self.value() is not value or (value.data_ptr(), value._version) != self.memory:
-            return None
-        return self.alias()
+    def last_of(self, value: Tensor) -> Tensor:
+        """The alias whose gradient is replaced by the sum just before it reaches the weight."""
+        alias = self.last() if self.last is not None else None
+        if alias is None:
+            alias = _alias(value)
+            if not self.at_once:
+                alias.grad_fn._set_sequence_nr(0)
+                alias.register_hook(self.finish)
+            self.last = TensorWeakRef(alias)
+        return alias
+
+    def first_of(self, value: Tensor) -> Tensor:
+        """The alias whose gradient, complete on this rank, is handed to a bucket."""
+        alias = self.first() if self.first is not None else None
+        if alias is None:
+            alias = _alias(self.last_of(value))
+            alias.register_hook(self.contribute)
+            self.first = TensorWeakRef(alias)
+        return alias
 
     def contribute(self, grad: Tensor) -> Tensor | None:
-        """Take this rank's summand; runs as soon as all ops that use the weight have given theirs."""
-        self.alias = None
+        """Take this rank's summand, or a part of it."""
+        self.memory = None
         if self.at_once or torch.is_grad_enabled():
             return comm.sum_forward(grad, self.group)
-        _open_bucket(self.group, grad).add(self, grad)
+        bucket = _open_bucket(self.group, grad)
+        if self.buckets and self.buckets[0].task != bucket.task:  # of an earlier backward that did not ask for this weight
+            self.buckets = []
+        bucket.add(self, grad)
         return None
 
     def finish(self, grad: Tensor) -> Tensor | None:
         """Hand the sum on; runs last."""
-        bucket, self.bucket = self.bucket, None
-        return None if bucket is None else bucket.take(self)
+        buckets, self.buckets = self.buckets, []
+        if not buckets or buckets[0].task != torch._C._current_graph_task_id():
+            return None
+        total = buckets[0].take(self)
+        for bucket in buckets[1:]:
+            total = total + bucket.take(self)
+        return total
 
 
 def _reads_gradients_early() -> bool:
@@ -230,18 +292,22 @@ def _reads_gradients_early() -> bool:
 
 
 class _Bucket:
-    """Gradients of one dtype and group, summed together."""
+    """Gradients of one dtype and group, from one backward (`task`), summed together."""
 
-    def __init__(self, group) -> None:
+    def __init__(self, group, task: int) -> None:
         self.group = group
+        self.task = task
         self.grads: dict[_Use, Tensor] = {}
         self.bytes = 0
         self.handle = None
         self.sums: dict[_Use, Tensor] = {}
 
     def add(self, use: _Use, grad: Tensor) -> None:
+        if use in self.grads:
+            self.grads[use] = self.grads[use] + grad
+            return
         self.grads[use] = grad
-        use.bucket = self
+        use.buckets.append(self)
         self.bytes += grad.numel() * grad.element_size()
         if self.bytes >= BUCKET_BYTES:
             self.launch()
@@ -273,8 +339,9 @@ _open = _Open()
 
 
 def _open_bucket(group, grad: Tensor) -> _Bucket:
-    key = (torch._C._current_graph_task_id(), id(group), grad.dtype, grad.device)
+    task = torch._C._current_graph_task_id()
+    key = (task, id(group), grad.dtype, grad.device)
     bucket = _open.buckets.get(key)
     if bucket is None or bucket.handle is not None:
-        bucket = _open.buckets[key] = _Bucket(group)
+        bucket = _open.buckets[key] = _Bucket(group, task)
     return bucket

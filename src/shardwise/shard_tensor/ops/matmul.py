@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.shard_tensor.contract import Letters, local_operands, local_values, plan
-from shardwise.shard_tensor.promote import plain_operand
+from shardwise.shard_tensor.promote import again_operand, contributed, plain_operand, weight_operand
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, needs_grad, redistribute, to_local
@@ -26,7 +26,7 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 @shard_function(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the signature of F.linear
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if isinstance(input, ShardTensor) and type(weight) is not ShardTensor:
         spec = input._spec
         if not spec.partial_mesh_dims and spec.sizes[-1] is None and type(bias) is not ShardTensor:
@@ -40,13 +40,17 @@ def _linear_whole_features(x: ShardTensor, weight: Tensor, bias: Tensor | None) 
     spec = x._spec
     features = weight.shape[0] if weight.ndim == 2 else None
     out = spec.cached(("linear", features), lambda: _features(spec, features))
-    specs = (spec,)
-    weight, bias = plain_operand(weight, specs), plain_operand(bias, specs)
-    if torch.is_grad_enabled() and (needs_grad(x) or weight.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled():
         if torch.is_autocast_enabled(x._local_tensor.device.type) or torch.compiler.is_compiling():
+            weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
             return from_local(F.linear(to_local(x), weight, bias), out)
-        with _NoTorchFunction():
-            return _Linear.apply(x, weight, bias, out)
+        weight, weight_use = weight_operand(weight, spec)
+        bias, bias_use = weight_operand(bias, spec)
+        if weight.requires_grad or needs_grad(x) or (bias is not None and bias.requires_grad):
+            with _NoTorchFunction():
+                return _Linear.apply(x, weight, bias, out, weight_use, bias_use)
+    else:
+        weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
     return ShardTensor(F.linear(x._local_tensor, weight, bias), out)
 
 
@@ -60,33 +64,37 @@ class _Linear(torch.autograd.Function):
     """One node for the whole op: what `to_local`, `F.linear` and `from_local` would record as three."""
 
     @staticmethod
-    def forward(ctx, x: ShardTensor, weight: Tensor, bias: Tensor | None, out: ShardTensorSpec) -> ShardTensor:
+    def forward(ctx, x: ShardTensor, weight: Tensor, bias: Tensor | None, out: ShardTensorSpec, weight_use, bias_use) -> ShardTensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.out = out
+        ctx.out, ctx.uses = out, (weight_use, bias_use)
         return ShardTensor(F.linear(x._local_tensor, weight, bias), out)
 
     @staticmethod
     def backward(ctx, grad: ShardTensor):
         x, weight, bias = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        weight_use, bias_use = ctx.uses
         grad = redistribute(grad, ctx.out)
+        grad_x = grad_weight = grad_bias = None
         if torch.is_grad_enabled():  # second order: the same in differentiable steps
+            weight, bias = again_operand(weight_use, weight), again_operand(bias_use, bias)
             inputs = [t for t, wanted in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if wanted]
             again = from_local(F.linear(to_local(x), weight, bias), ctx.out)
             found = iter(torch.autograd.grad(again, inputs, grad, create_graph=True))
-            return *(next(found) if wanted else None for wanted in (wants_x, wants_weight, wants_bias)), None
-        local = grad._local_tensor
-        rows = local.reshape(-1, local.shape[-1]) if weight.ndim == 2 else local.reshape(-1, 1)
-        grad_x = grad_weight = grad_bias = None
-        if wants_x:
-            product = local @ weight if weight.ndim == 2 else local.unsqueeze(-1) * weight
-            grad_x = ShardTensor(product, x._spec)
-        if wants_weight:
-            inputs = x._local_tensor.reshape(-1, x._local_tensor.shape[-1])
-            grad_weight = (rows.t() @ inputs).view(weight.shape)
-        if wants_bias:
-            grad_bias = rows.sum(0).view(bias.shape)
-        return grad_x, grad_weight, grad_bias, None
+            grad_x, grad_weight, grad_bias = (next(found) if wanted else None for wanted in (wants_x, wants_weight, wants_bias))
+        else:
+            local = grad._local_tensor
+            rows = local if local.ndim == 2 and weight.ndim == 2 else local.reshape(-1, weight.shape[0] if weight.ndim == 2 else 1)
+            if wants_x:
+                grad_x = ShardTensor(local @ weight if weight.ndim == 2 else local.unsqueeze(-1) * weight, x._spec)
+            if wants_weight:
+                inputs = x._local_tensor
+                grad_weight = rows.t() @ (inputs if inputs.ndim == 2 else inputs.reshape(-1, inputs.shape[-1]))
+                if weight.ndim == 1:
+                    grad_weight = grad_weight.view(weight.shape)
+            if wants_bias:
+                grad_bias = rows.sum(0) if bias.ndim == 1 else rows.sum()
+        return grad_x, contributed(weight_use, grad_weight), contributed(bias_use, grad_bias), None, None, None
 
 
 # ---------------------------------------------------------------------- matmul and einsum
@@ -119,7 +127,7 @@ def _check_inner(a: Tensor, b: Tensor) -> None:
 
 
 @shard_function(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv)
-def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002 - the signature of torch.matmul
+def matmul(input: Tensor, other: Tensor) -> Tensor:
     return _product(input, other, torch.matmul)
 
 
@@ -199,7 +207,7 @@ def _whole_diagonals(x: Tensor, names: Letters) -> Tensor:
 
 
 @shard_function(torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm)
-def add_product(input: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:  # noqa: A002 - torch.addmm's signature
+def add_product(input: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     product = matmul(a, b)
     product = product if alpha == 1 else product * alpha
     if beta == 0:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from shardwise.collectives import functional as comm
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.normalize import Normalize
-from shardwise.shard_tensor.promote import plain_operand
+from shardwise.shard_tensor.promote import again_operand, contributed, plain_operand, weight_operand
 from shardwise.shard_tensor.reduction_plan import accumulation_dtype, reduction_plan, spec_group
 from shardwise.shard_tensor.registry import check_promotion, shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -38,34 +38,45 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_
     x = _complete(input)
     spec = x._spec
     check_promotion(F.layer_norm, (input, weight, bias))
-    weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
     if _tail_sharded(spec, normalized_shape):
-        return _normalized_tail(x, normalized_shape, weight, bias, eps, centered=True)
-    if not needs_grad(x) and not (torch.is_grad_enabled() and (_records(weight) or _records(bias))):
-        return ShardTensor(F.layer_norm(x._local_tensor, normalized_shape, weight, bias, eps), spec)
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return _normalized_tail(x, normalized_shape, plain_operand(weight, (spec,)), plain_operand(bias, (spec,)), eps, centered=True)
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x._local_tensor.device.type):
+        weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
         return from_local(F.layer_norm(to_local(x), normalized_shape, weight, bias, eps), spec)
+    weight, weight_use = weight_operand(weight, spec)
+    bias, bias_use = weight_operand(bias, spec)
+    if not torch.is_grad_enabled() or not (needs_grad(x) or _records(weight) or _records(bias)):
+        return ShardTensor(F.layer_norm(x._local_tensor, normalized_shape, weight, bias, eps), spec)
     with _NoTorchFunction():
-        return _LayerNorm.apply(x, weight, bias, tuple(normalized_shape), eps)
+        return _LayerNorm.apply(x, weight, bias, tuple(normalized_shape), eps, (weight_use, bias_use))
 
 
 class _LayerNorm(torch.autograd.Function):
     """Layer norm of each rank's own rows, in one node."""
 
     @staticmethod
-    def forward(ctx, x: ShardTensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float):
+    def forward(ctx, x: ShardTensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float, uses):
         result, mean, rstd = torch.native_layer_norm(x._local_tensor, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.shape = shape
+        ctx.shape, ctx.uses = shape, uses
         return ShardTensor(result, x._spec)
 
     @staticmethod
     def backward(ctx, grad: ShardTensor):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        local = to_local(redistribute(grad, x._spec))
-        mask = list(ctx.needs_input_grad[:3])
-        own = torch.ops.aten.native_layer_norm_backward(local, to_local(x), ctx.shape, mean, rstd, weight, bias, mask)
-        return (from_local(own[0], x._spec) if mask[0] else None), own[1], own[2], None, None
+        spec = x._spec
+        mask = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            own, local = to_local(x), to_local(redistribute(grad, spec))
+            weight = again_operand(ctx.uses[0], weight)
+        else:
+            own, local = x._local_tensor, redistribute(grad, spec)._local_tensor
+        grad_x, *grads = _layer_norm_backward(local, own, ctx.shape, mean, rstd, weight, bias, mask)
+        grads = [contributed(use, g) for use, g in zip(ctx.uses, grads, strict=True)]
+        return (from_local(grad_x, spec) if mask[0] else None), *grads, None, None, None
+
+
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 @shard_function(F.rms_norm, torch.rms_norm)

@@ -19,6 +19,7 @@ from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
 from shardwise.shard_tensor.tensor import ShardTensor, needs_grad
 
 aten = torch.ops.aten
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 # ---------------------------------------------------------------------- view and reshape
@@ -447,20 +448,72 @@ def stack(op, args, kwargs):
 
 
 def _fast_transpose(func, args, kwargs):
-    if len(args) != 3 or kwargs or not isinstance(args[0], ShardTensor) or needs_grad(args[0]):
+    if len(args) != 3 or kwargs or not isinstance(args[0], ShardTensor):
         return NotImplemented
-    x, dim0, dim1 = args
-    return transpose_local(x, dim0, dim1)
+    if needs_grad(args[0]):
+        with _NoTorchFunction():
+            return func(*args)
+    return transpose_local(*args)
 
 
 def _fast_view(func, args, kwargs):
     x = args[0]
     shape = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    if kwargs or not isinstance(x, ShardTensor) or not all(type(n) is int for n in shape) or not shape or needs_grad(x):
+    if kwargs or not isinstance(x, ShardTensor) or not shape or not all(type(n) is int for n in shape):
         return NotImplemented
+    if needs_grad(x):
+        with _NoTorchFunction():
+            return func(*args)
     return view(aten.view.default, (x, shape), {})
+
+
+def _fast_getitem(func, args, kwargs):
+    """Slices and integers: local where they cut unsharded dims only."""
+    x, index = args
+    if not isinstance(x, ShardTensor):
+        return NotImplemented
+    key = []
+    for item in index if type(index) is tuple else (index,):
+        if type(item) is slice:
+            key.append((item.start, item.stop, item.step))
+        elif type(item) is int:
+            key.append(item)
+        else:
+            return NotImplemented
+    if needs_grad(x):
+        with _NoTorchFunction():
+            return func(x, index)
+    spec = x._spec
+    key = ("getitem", *key)
+    if key not in spec._cache:
+        spec._cache[key] = _getitem_spec(spec, key[1:])
+    out = spec._cache[key]
+    return NotImplemented if out is None else ShardTensor(x._local_tensor[index], out)
+
+
+def _getitem_spec(spec: ShardTensorSpec, key: tuple) -> ShardTensorSpec | None:
+    """The layout of `x[key]`, or None where it cuts a sharded dim or is out of range (left to the operators themselves)."""
+    if len(key) > spec.ndim:
+        return None
+    shape, source, stride = [], [], []
+    for dim in range(spec.ndim):
+        item = key[dim] if dim < len(key) else (None, None, None)
+        size = spec.shape[dim]
+        if type(item) is int:
+            if spec.sizes[dim] is not None or not -size <= item < size:
+                return None
+            continue
+        if not all(n is None or type(n) is int for n in item) or (item[2] or 1) < 1:
+            return None
+        rows = range(size)[slice(*item)]
+        if spec.sizes[dim] is not None and rows != range(size):
+            return None
+        shape.append(len(rows))
+        source.append(dim)
+        stride.append(spec.stride[dim] * rows.step)
+    return spec.with_dims(shape, source, tuple(stride))
 
 
 shard_function_table([torch.transpose, torch.Tensor.transpose], _fast_transpose)
 shard_function_table([torch.Tensor.view], _fast_view)
-
+shard_function_table([torch.Tensor.__getitem__], _fast_getitem)
