@@ -251,7 +251,7 @@ def slice_backward(op, args, kwargs):
     blocks = spec.sizes[dim]
     if blocks is None or not spec.shape[dim]:
         local, spec = (grad._local_tensor, spec) if blocks is None else _without_shards(grad, [dim])
-        out = spec.with_dims(shape, range(spec.ndim))
+        out = spec.cached(("slice_backward", tuple(shape)), lambda: spec.with_dims(shape, range(spec.ndim)))
         return ShardTensor(op(local, out.local_shape, dim, start, stop, step), out)
     borders = [sum(blocks[:i]) for i in range(len(blocks) + 1)]
     rows = _remembered(spec, tuple(shape), dim, spec.placements)
