@@ -108,9 +108,8 @@ def print_memory(memory: MemoryEstimate, *, stages: bool = True) -> None:
     ]
     rows += [
         ("allocated", gib(memory.allocated_gib)),
-        ("reserved", gib(memory.reserved_gib)),
-        ("needed", gib(memory.needed_gib)),
-        ("of", gib(memory.capacity_gib)),
+        ("needed on the device", gib(memory.needed_gib)),
+        ("device", gib(memory.capacity_gib)),
     ]
     print_table(head, ("term", "GiB"), rows)
     if stages and len(memory.stages) > 1:

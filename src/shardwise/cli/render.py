@@ -65,27 +65,38 @@ class Footnotes:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Findings, errors first, each as rule / given / why / try / source."""
+    """Findings, errors first, each as rule / given / why / try / source; a blank line after the last."""
     from rich.text import Text
 
     out = console()
     order = {"error": 0, "warning": 1, "info": 2}
     for finding in sorted(findings, key=lambda f: order[f.severity]):
-        head = Text(f"{finding.severity} {finding.rule}", style=f"bold {_COLOUR[finding.severity]}")
-        out.print(head.append(f"  {finding.given}", style="default"))
+        label = f"{finding.severity} {finding.rule}"
+        head = Text(_folded(finding.given, out.width, f"{label}  "))
+        head.stylize(f"bold {_COLOUR[finding.severity]}", 0, len(label))
+        out.print(head)
         for name, value in (("why", finding.why), ("try", finding.try_), ("source", finding.source)):
             if value:
-                out.print(Text.assemble((f"  {name:<6} ", "dim"), value))
+                line = Text(_folded(value, out.width, f"  {name:<6} "))
+                line.stylize("dim", 0, 8)
+                out.print(line)
+    if findings:
+        out.print()
+
+
+def _folded(text: str, width: int, start: str) -> str:
+    """Text after ``start``, folded to the width with the later lines below the first letter."""
+    from textwrap import fill
+
+    return fill(text, width, initial_indent=start, subsequent_indent=" " * min(len(start), 9), break_on_hyphens=False)
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Text folded to the terminal; what follows the first line of an indented one is indented further."""
-    from textwrap import fill
-
     width = console().width
     for line in lines:
-        indent = len(line) - len(line.lstrip(" -"))
-        print(fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False) if line else "")
+        start = line[: len(line) - len(line.lstrip(" -"))]
+        print(_folded(line[len(start) :], width, start) if line else "")
 
 
 def note(text: str) -> None:

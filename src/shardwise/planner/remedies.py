@@ -113,7 +113,7 @@ REMEDIES: dict[str, Remedy] = {
     "fewer_last": Remedy(text="one layer fewer on the last stage", change=_move_layer(-1)),
     "smaller_mbs": Remedy(text="half the micro batch", change=_halve("mbs")),
     "larger_mbs": Remedy(text="twice the micro batch", change=_double("mbs", lambda layout, model: layout.gbs // layout.dp)),
-    "lower_vpp": Remedy(text="half the virtual stages", change=_halve("vpp")),
+    "no_vpp": Remedy(text="no virtual stages", change=_set(vpp=1, pipeline_layout=None)),
     "fused_loss": Remedy(text="fused cross entropy", change=_set(cross_entropy="fused")),
     "chunked_loss": Remedy(text="chunked cross entropy", change=_set(cross_entropy="chunked")),
     "distributed_optimizer": Remedy(text="distributed optimizer", change=_set(sharding="distributed_optimizer")),

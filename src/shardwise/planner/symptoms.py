@@ -265,7 +265,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         symptom="out of memory on the first stage only",
         cause="embedding and most micro batches in flight",
         test=_first_stage,
-        remedies=("fewer_first", "smaller_mbs", "lower_vpp"),
+        remedies=("fewer_first", "smaller_mbs", "no_vpp"),
     ),
     Symptom(
         symptom="out of memory on the last stage",
@@ -308,7 +308,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(
         symptom="out of memory in a later step", cause="uneven samples or allocator growth", test=_later, remedies=("expandable", "tokens")
     ),
-    Symptom(symptom="out of memory after raising VPP", cause="buffers of more chunks", test=_vpp_memory, remedies=("lower_vpp",)),
+    Symptom(symptom="out of memory after raising VPP", cause="buffers of more chunks", test=_vpp_memory, remedies=("no_vpp",)),
     Symptom(
         symptom="cpu_offloading refused",
         cause="activation offload with a pipeline",
