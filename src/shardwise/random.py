@@ -13,8 +13,8 @@ ranks of other meshes (data-parallel replicas, say) keep their own. Later ops se
 alike, as they do when they run the same program. `scatter_tensor` also spreads the source's state, so that a data loader on
 that rank alone does no harm. Whether the keys still agree is compared now and then: after 1, 2, 4, ..., 64 random ops on the
 mesh and then every 64, by one all-reduce of four numbers. If not, all ranks raise RuntimeError together. `synchronize(mesh)`
-spreads the state at any time; call it once at the start if ranks are seeded differently and the first random op lies inside
-an activation checkpoint, which has then kept the state from before the agreement.
+spreads the state at any time. Call it once at the start where ranks are seeded differently and the first random op lies in
+compiled code, which neither agrees nor compares, or inside an activation checkpoint, which keeps the state from before.
 
 **Distributions** are those of torch, not its numbers: a plain tensor with the same seed gets others. Ops of which no
 form is written out here (`multinomial`, `poisson`, ...) run on the whole tensor on every rank from a generator seeded with the key.
@@ -79,14 +79,15 @@ def draw_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Tens
     generator: what the user passed to the op, if anything. Call it on all ranks of the mesh.
     Communication: none, but a broadcast of the generator's state at the first call, and now and then a comparison (see the module).
     """
-    if torch.compiler.is_compiling() or detect_fake_mode() is not None:
-        return torch.randint(2**62, (), dtype=torch.int64, device="cpu")
-    stream = getattr(mesh, "_shardwise_random", None)
-    if stream is None:
+    source = generator if generator is not None else _source.generator
+    stream = mesh.__dict__.get("_shardwise_random")
+    if stream is None and not torch.compiler.is_compiling() and detect_fake_mode() is None:
         synchronize(mesh)
         stream = mesh._shardwise_random
-    source = generator if generator is not None else _source.generator
-    key = torch.randint(2**62, (), dtype=torch.int64, generator=source, device="cpu" if source is None else source.device).cpu()
+    key = torch.randint(2**62, (), dtype=torch.int64, generator=source, device="cpu" if source is None else source.device)
+    if stream is None or type(key) is not Tensor or torch.compiler.is_compiling():  # traced, or on a fake cluster
+        return key
+    key = key.cpu()
     stream.count += 1
     stream.digest = (stream.digest * 31 + int(key)) % 2**61
     if stream.count % COMPARE_EVERY == 0 or (stream.count < COMPARE_EVERY and stream.count & (stream.count - 1) == 0):
@@ -110,7 +111,7 @@ def synchronize(mesh: DeviceMesh, source: int | None = None) -> None:
 
 def follow_source(mesh: DeviceMesh, source: int) -> None:
     """`synchronize`, if random ops have run on `mesh`: for what one rank has prepared alone."""
-    if getattr(mesh, "_shardwise_random", None) is not None:
+    if mesh.__dict__.get("_shardwise_random") is not None:
         synchronize(mesh, source)
 
 
@@ -180,7 +181,7 @@ def random_bits(key: Tensor, box: Box, shape: Sequence[int], device: torch.devic
     box: rows (start, stop) of each dim that the part has. shape: of the whole tensor. Equal elements get equal bits in every part.
     """
     extent = tuple(stop - start for start, stop in box)
-    state = _mixed(key.reshape(1).clone()).reshape(()).to(device)
+    state: Tensor = key.to(device)
     step = _GAMMA
     for dim in range(len(shape) - 1, -1, -1):
         if extent[dim] == 1 and dim:
