@@ -1,5 +1,7 @@
 """Checkpoints: resumed to the last bit, read by other layouts, never half written, damage named."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -181,3 +183,11 @@ def test_background_save_is_of_the_moment_it_was_asked_for(tmp_path):
         model.head.weight.zero_()
     assert checkpoints.load(model).step == 1
     assert torch.equal(model.head.weight, before)
+
+
+def test_killed_ranks_resume_with_the_same_losses():
+    script = Path(__file__).parents[2] / "benchmarks" / "kill_resume.py"
+    command = [sys.executable, str(script), "--kills", "3", "--ranks", "2", "--steps", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 kills")
