@@ -75,7 +75,6 @@ class Problem:
             ("profile", PROFILE_KEYS, "framework", sorted({run.profile.split("/")[0] for run in runs})),
             ("profile", PROFILE_KEYS, "release", sorted({run.profile for run in runs if "/" in run.profile})),
             ("link", ("efficiency",), "link", sorted({run.cluster.inter.name for run in runs})),
-            ("common", ("near",), "link", ["all"]),
             ("common", EXPOSED_KEYS, "exposed", ["exposed"]),
         )
         return [
@@ -114,10 +113,9 @@ class Problem:
             kind, name, which = free.path
             if kind == "link":
                 start = tables["link"].get(name, tables["link"]["default"])["efficiency"]
-                result["link"][name] = {which: min(1.0, start * factor[free.path])}
+                result["link"][name] = {which: min(0.95, start * factor[free.path])}
             elif kind == "common":
-                ceiling = 1.0 if name == "all" else 1.2
-                result["common"][name][which] = min(ceiling, tables["common"][name][which] * factor[free.path])
+                result["common"][name][which] = min(1.0, tables["common"][name][which] * factor[free.path])
         return result
 
     def error(self, index: int, tables: Tables) -> float:
@@ -143,7 +141,6 @@ def sensitive(run: Run) -> set[tuple[str, str]]:
     hybrid = any(not isinstance(layer.mixer, (Attention, Mla)) and layer.mixer is not None for layer in run.model.kinds)
     keys = {("gpu", key) for key in ("matmul_bf16", "attention", "memory", "accumulate")}
     keys |= {("profile", key) for key in ("speed", "launch_us", "step_ms", "attention")}
-    keys.add(("common", "near"))
     wanted = {
         ("gpu", "matmul_fp4"): layout.precision == "nvfp4",
         ("gpu", "matmul_fp8"): low and layout.precision != "nvfp4",

@@ -18,6 +18,7 @@ from shardwise.planner.comm import Links
 from shardwise.spec.cluster import Cluster, Gpu
 
 DEFAULT_PROFILE = "megatron-bridge"
+CEILING = 0.95  # of the peak: no kernel does better, whatever a fit says
 _MATMUL = {
     "fp32": "matmul_bf16",
     "fp16": "matmul_bf16",
@@ -136,15 +137,16 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
     entry = _entry(tables["gpu"], ("default", gpu.arch, gpu.name))
     common = tables["common"]["all"]
     exposed = tables["common"]["exposed"]
-    wide = (gpu.bf16_flops or gpu.peak("bf16")) * entry["matmul_bf16"] * stack.speed
-    matmul = gpu.peak(precision) * entry[_MATMUL.get(precision, "matmul_fp8")] * stack.speed
+    bf16 = gpu.bf16_flops or gpu.peak("bf16")
+    wide = bf16 * min(CEILING, entry["matmul_bf16"] * stack.speed)
+    matmul = gpu.peak(precision) * min(CEILING, entry[_MATMUL.get(precision, "matmul_fp8")] * stack.speed)
     near = cluster.intra.bandwidth * common["near"]
     far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"] * stack.network
     return Rates(
         matmul=matmul,
         grouped=matmul * entry["grouped"] * stack.moe,
         wide=wide,
-        attention=(gpu.bf16_flops or gpu.peak("bf16")) * entry["attention"] * stack.speed * stack.attention,
+        attention=bf16 * min(CEILING, entry["attention"] * stack.speed * stack.attention),
         memory=gpu.bandwidth * entry["memory"] * stack.speed,
         permute=gpu.bandwidth * entry["permute"] * stack.moe * stack.speed,
         quantise=gpu.bandwidth * entry["quantise"] * stack.speed,

@@ -112,18 +112,8 @@ def sweep_key(run: Run) -> str:
 
 def _layout_key(run: Run) -> tuple[object, ...]:
     layout = run.layout
-    return (
-        layout.tp,
-        layout.cp,
-        layout.pp,
-        layout.vpp,
-        layout.ep,
-        layout.etp,
-        layout.mbs,
-        layout.sharding,
-        str(layout.recompute),
-        layout.schedule,
-    )
+    degrees = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.mbs)
+    return (*degrees, layout.sharding, str(layout.recompute), layout.schedule, layout.overlap_moe)
 
 
 def validate(rows: Iterable[Row]) -> Validation:
