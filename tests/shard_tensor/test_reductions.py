@@ -144,6 +144,19 @@ def test_half_types_are_accumulated_in_float32(world):
     assert large.mean().item() == 60.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(4)
+def test_gradients_of_sums_and_means_are_laid_out_like_the_input(world, dtype):
+    x = shard(torch.ones(8, 6, dtype=dtype), world.mesh, dim=0).requires_grad_()
+    for reduce in (lambda x: x.mean(), lambda x: x.sum(0).sum(), lambda x: x.mean((0, 1), keepdim=True).sum(), torch.mean):
+        seen = []
+        y = x * 1
+        y.register_hook(seen.append)
+        reduce(y).backward()
+        assert seen[0].placements == (Shard(0),)
+        assert seen[0].to_local().shape == (2, 6)
+
+
 @ranks(4)
 def test_variance_keeps_its_digits_under_a_large_offset(world):
     whole = world.same(lambda: torch.randn(1000, 3, dtype=torch.float32)) + 1000

@@ -90,18 +90,22 @@ def count_nonzero(op, args, kwargs):
 
 
 def _sum_function(name: str, divide: bool):
-    """Sum or mean where autograd records: the gradient is expanded on each rank's shard alone, never at global size."""
+    """Sum or mean of floats: the gradient is expanded on each rank's shard alone, never at global size."""
 
     def handler(input, dim=None, keepdim=False, *, dtype=None, **other):
         dim = other.pop("axis", dim)
         keepdim = other.pop("keepdims", keepdim)
-        floats = input.dtype.is_floating_point and input.dtype not in HALF and dtype is None
-        if other or not floats or not isinstance(input, ShardTensor) or not _is_dim(dim):
+        if other or dtype is not None or not input.dtype.is_floating_point or not isinstance(input, ShardTensor) or not _is_dim(dim):
             return NotImplemented
-        x = input if _stays_pending(input._spec) else redistribute(input, input._spec.gradient())
+        half = input.dtype in HALF
+        x = input if _stays_pending(input._spec) and not half else redistribute(input, input._spec.gradient())
         plan = reduction_plan(x._spec, dim, bool(keepdim))
-        total = to_local(x).sum(plan.dims, keepdim)
-        return from_local(total / plan.count if divide else total, plan.pending)
+        total = to_local(x).sum(plan.dims, keepdim, dtype=torch.float32 if half else None)
+        if half and plan.axes:
+            total = comm.sum_forward(total, plan.group)
+        if divide:
+            total = total / plan.count
+        return from_local(total.to(input.dtype), plan.out if half else plan.pending)
 
     handler.__name__ = name
     return handler
