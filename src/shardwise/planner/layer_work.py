@@ -69,6 +69,11 @@ class LayerWork:
     def select(self, names: tuple[str, ...]) -> Work:
         """Forward work of the named parts, and the host work of a checkpoint around each (what recomputing them costs)."""
         again = [part.forward for part in self.parts if part.name in names]
+        if "half_layer" in names:
+            return Work().plus(self.forward(), 0.5)
+        if "half_products" in names:
+            whole = self.forward()
+            again.append(Work(matmul=whole.matmul / 2, grouped=whole.grouped / 2, quantise=whole.quantise / 2, launches=whole.launches / 2))
         return total(again).plus(Work(launches=CHECKPOINT_LAUNCHES * len(again)))
 
 

@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardwise.planner.flops import model_flops
 from shardwise.spec.blocks import Attention, DeltaNet, Indexer, Layer, Mamba2, Mixer, Mla, Mlp, Moe
 from shardwise.spec.model import ModelSpec
 
 Row = Mapping[str, str]
 
 # Feed-forward blocks without a gate: GPT-2/3 and its descendants, squared-ReLU Nemotron models.
-PLAIN_MLP = re.compile(r"gpt-?3|gpt-\d|megatron-|mpt|bloom|opt|turing|nemotron|starcoder|mt-nlg", re.I)
-LAYER_NORM = re.compile(r"gpt|megatron-|mpt|bloom|opt|turing|starcoder", re.I)
+PLAIN_MLP = re.compile(r"gpt-?3|gpt-\d|megatron-|mpt|bloom|^opt|turing|^nemotron|starcoder|mt-nlg", re.I)
+LAYER_NORM = re.compile(r"gpt(?!-oss)|megatron-|mpt|bloom|^opt|turing|starcoder", re.I)
 # Latent attention: (pattern, query rank, KV rank, nope, rope, value width).
 LATENT = (
     (r"deepseek-?v3|deepseekv3|kimi|deepseek-?v2(?!-lite)", 1536, 512, 128, 64, 128),
@@ -199,23 +200,5 @@ def _mtp_depth(row: Row, name: str, spec: ModelSpec) -> int:
         seq = required(row, "seq_len")
     except (KeyError, ValueError):
         return depth if "automodel" not in row.get("source", "").lower() else 0
-    plain = causal_flops(spec, seq)
+    plain = model_flops(spec, seq)
     return 0 if abs(plain / printed - 1) < 0.025 else depth
-
-
-def causal_flops(model: ModelSpec, seq_len: int, *, attention: float = 1.0) -> float:
-    """Model FLOPs of one token as Megatron Bridge prints them: 6 per active parameter outside the embedding, plus causal attention.
-
-    ``attention`` multiplies the attention term: 2 counts the full square.
-    """
-    total = 6.0 * model.vocab * model.hidden * (1 + len(model.mtp))
-    for layer, count in (*model.runs, *((layer, 1) for layer in model.mtp)):
-        active = model.layer_params(layer).total
-        if isinstance(layer.mlp, Moe):
-            active -= (layer.mlp.experts - layer.mlp.top_k) * layer.mlp.expert_params(model.hidden)
-        total += 6.0 * active * count
-        if isinstance(layer.mixer, (Attention, Mla)):
-            window = layer.mixer.window
-            keys = seq_len / 2 if window is None or window >= seq_len else window
-            total += 6.0 * attention * keys * layer.mixer.heads * (layer.mixer.head_dim + layer.mixer.v_dim) * count
-    return total

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, ShardwiseError
-from shardwise.planner.run_models import Inexpressible, Row, causal_flops, model_from_row, number, required
+from shardwise.planner.flops import model_flops
+from shardwise.planner.run_models import Inexpressible, Row, model_from_row, number, required
 from shardwise.spec import pipeline_layout
 from shardwise.spec.catalog import cluster as catalog_cluster
 from shardwise.spec.cluster import Cluster
@@ -358,7 +359,7 @@ def measured_seconds(row: Row, model: ModelSpec, source: Source, seq_len: int, g
         h, layers = model.hidden, model.num_layers
         per_token = 96.0 * layers * h * h * (1 + seq_len / (6 * h) + model.vocab / (16 * layers * h))
     else:
-        per_token = causal_flops(model, seq_len, attention=2.0 if source.flops == "full" else 1.0)
+        per_token = model_flops(model, seq_len, attention=2.0 if source.flops == "full" else 1.0)
     return tokens * per_token / achieved
 
 
