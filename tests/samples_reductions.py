@@ -10,16 +10,12 @@ INTEGERS = (*FLOATS, torch.int64)
 
 
 def over_dims(name, reduce, dtypes=FLOATS, kind="normal", grads=True):
-    """A reduction over everything, each dim, two dims, and with keepdim."""
-    calls = {
-        "all": lambda x: reduce(x),
-        "first": lambda x: reduce(x, dim=0),
-        "last": lambda x: reduce(x, dim=-1, keepdim=True),
-    }
-    return [
-        Sample(name=f"{name} {what}", function=f, inputs=(T("nck", kind),), split="nc", dtypes=dtypes, grads=grads)
-        for what, f in calls.items()
-    ]
+    """A reduction over everything, the first dim, and the last with keepdim."""
+
+    def run(x):
+        return reduce(x), reduce(x, dim=0), reduce(x, dim=-1, keepdim=True)
+
+    return Sample(name=name, function=run, inputs=(T("nck", kind),), split="nc", dtypes=dtypes, grads=grads)
 
 
 def over_several(name, reduce, dtypes=FLOATS):
@@ -35,12 +31,12 @@ def lowered(x):
 
 
 SUMS = [
-    *over_dims("sum", torch.sum, INTEGERS),
+    over_dims("sum", torch.sum, INTEGERS),
     *over_several("sum", torch.sum, INTEGERS),
-    *over_dims("mean", torch.mean),
+    over_dims("mean", torch.mean),
     *over_several("mean", torch.mean),
-    *over_dims("nansum", lambda x, **k: torch.nansum(torch.where(x > 1, torch.nan, x), **k)),
-    *over_dims("nanmean", lambda x, **k: torch.nanmean(torch.where(x > 1, torch.nan, x), **k)),
+    over_dims("nansum", lambda x, **k: torch.nansum(torch.where(x > 1, torch.nan, x), **k)),
+    over_dims("nanmean", lambda x, **k: torch.nanmean(torch.where(x > 1, torch.nan, x), **k)),
     Sample(
         name="sum method",
         function=lambda x: (x.sum(1, True), x.sum((0, 1)), x.sum(axis=0), x.sum(keepdims=True, dim=0)),
@@ -62,9 +58,9 @@ SUMS = [
 ]
 
 MOMENTS = [
-    *over_dims("var", torch.var),
-    *over_dims("std", torch.std),
-    *over_dims("var without correction", lambda x, **k: torch.var(x, correction=0, **k)),
+    over_dims("var", torch.var),
+    over_dims("std", torch.std),
+    over_dims("var without correction", lambda x, **k: torch.var(x, correction=0, **k)),
     *over_several("std", torch.std),
     Sample(name="var_mean", function=lambda x: (*torch.var_mean(x, 0), *torch.std_mean(x)), inputs=(T("nck"),), split="nck"),
     Sample(
@@ -109,18 +105,18 @@ NORMS = [
 ]
 
 EXTREMES = [
-    *over_dims("amax", torch.amax, INTEGERS),
-    *over_dims("amin", torch.amin, INTEGERS),
+    over_dims("amax", torch.amax, INTEGERS),
+    over_dims("amin", torch.amin, INTEGERS),
     *over_several("amax", torch.amax, INTEGERS),
-    *over_dims("amax with ties", lambda x, **k: torch.amax(lowered(x), **k)),
-    *over_dims("max", torch.max, INTEGERS),
-    *over_dims("min", torch.min, INTEGERS),
-    *over_dims("max with ties", lambda x, **k: torch.max(lowered(x), **k)),
-    *over_dims("argmax", torch.argmax, INTEGERS, grads=False),
-    *over_dims("argmin with ties", lambda x, **k: torch.argmin(lowered(x), **k), grads=False),
-    *over_dims("max with NaN", lambda x, **k: torch.max(torch.where(x > 1, torch.nan, x.detach()), **k), grads=False),
-    *over_dims("min with NaN", lambda x, **k: torch.min(torch.where(x > 1, torch.nan, x.detach()), **k), grads=False),
-    *over_dims("argmax with NaN", lambda x, **k: torch.argmax(torch.where(x > 1, torch.nan, x), **k), grads=False),
+    over_dims("amax with ties", lambda x, **k: torch.amax(lowered(x), **k)),
+    over_dims("max", torch.max, INTEGERS),
+    over_dims("min", torch.min, INTEGERS),
+    over_dims("max with ties", lambda x, **k: torch.max(lowered(x), **k)),
+    over_dims("argmax", torch.argmax, INTEGERS, grads=False),
+    over_dims("argmin with ties", lambda x, **k: torch.argmin(lowered(x), **k), grads=False),
+    over_dims("max with NaN", lambda x, **k: torch.max(torch.where(x > 1, torch.nan, x.detach()), **k), grads=False),
+    over_dims("min with NaN", lambda x, **k: torch.min(torch.where(x > 1, torch.nan, x.detach()), **k), grads=False),
+    over_dims("argmax with NaN", lambda x, **k: torch.argmax(torch.where(x > 1, torch.nan, x), **k), grads=False),
     Sample(
         name="max method",
         function=lambda x: (x.max(1).values, x.max(0, True)[0], x.min(dim=0).values, x.max()),
@@ -129,17 +125,17 @@ EXTREMES = [
     ),
     Sample(name="max of two", function=lambda x, y: (torch.max(x, y), x.min(y)), inputs=(T("nc"), T("nc")), split="nc"),
     Sample(name="aminmax", function=lambda x: (*torch.aminmax(x), *torch.aminmax(x, dim=0, keepdim=True)), inputs=(T("nc"),), split="nc"),
-    *over_dims("any", lambda x, **k: torch.any(x > 1, **k), INTEGERS, grads=False),
-    *over_dims("all", lambda x, **k: torch.all(x > -1, **k), INTEGERS, grads=False),
+    over_dims("any", lambda x, **k: torch.any(x > 1, **k), INTEGERS, grads=False),
+    over_dims("all", lambda x, **k: torch.all(x > -1, **k), INTEGERS, grads=False),
     Sample(
         name="any of dims",
         function=lambda x: (x.any(dim=(0, 1)), x.all(dim=(0, 1), keepdim=True), x.any(dim=()), x.all(dim=[])),
         inputs=(T("nck", "bool"),),
         split="nck",
     ),
-    *over_dims("prod", torch.prod, INTEGERS),
-    *over_dims("prod without gradient", lambda x, **k: torch.prod(x.detach(), **k), INTEGERS, grads=False),
-    *over_dims("prod with zeros", lambda x, **k: torch.prod(torch.where(x > 1.5, 0, x), **k)),
+    over_dims("prod", torch.prod, INTEGERS),
+    over_dims("prod without gradient", lambda x, **k: torch.prod(x.detach(), **k), INTEGERS, grads=False),
+    over_dims("prod with zeros", lambda x, **k: torch.prod(torch.where(x > 1.5, 0, x), **k)),
     Sample(
         name="logsumexp",
         function=lambda x: (x.logsumexp(0), x.logsumexp((0, 1)), x.logsumexp(-1, keepdim=True)),
