@@ -14,7 +14,7 @@ LAYERS = [
     ["planner"],
     ["collectives", "mesh", "random"],
     ["shard_tensor", "attention"],
-    ["parallel", "testing"],
+    ["parallel", "testing", "data", "debug"],
     ["train", "rehearse"],
     ["recipes"],
     ["cli"],
