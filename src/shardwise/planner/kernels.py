@@ -29,7 +29,7 @@ class Work(NamedTuple):
     low precision of the run; ``wide`` those that stay in bf16 (output head, router); ``attention`` useful FLOPs of
     fused attention. Bytes read and written: ``stream`` by elementwise kernels and norms, ``permute`` by expert token
     shuffles, ``quantise`` by casts to low precision, ``scan`` by state-space and delta-rule scans, ``accumulate`` by
-    adding weight gradients to what earlier micro batches left. ``launches`` counts kernels
+    reading weights and adding their gradients to what earlier micro batches left. ``launches`` counts kernels
     that a CUDA graph can hold, ``eager`` those of the experts, whose shapes follow the routing.
     """
 

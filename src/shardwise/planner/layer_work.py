@@ -96,6 +96,11 @@ class Shape:
     processors: int
 
     @property
+    def weight_traffic(self) -> float:
+        """Bytes moved per weight and micro batch, however few tokens there are: read twice, gradient read and written."""
+        return 2.0 * BF16 + 2.0 * self.grad_bytes
+
+    @property
     def split_tokens(self) -> int:
         """Tokens outside the tensor parallel regions."""
         return max(1, self.tokens // self.tp) if self.sp else self.tokens
@@ -133,7 +138,7 @@ def _linear(shape: Shape, tokens: int, inputs: int, outputs: int, *, launches: i
         Work(
             matmul=backward,
             quantise=quantise * tokens * outputs,
-            accumulate=2.0 * shape.grad_bytes * inputs * outputs,
+            accumulate=shape.weight_traffic * inputs * outputs,
             launches=2 * launches + extra,
         ),
     )
@@ -263,9 +268,7 @@ def _moe_parts(block: Moe, shape: Shape, hidden: int) -> list[Part]:
         Work(grouped=fc1[0] + fc2[0], quantise=quantise * received * (width + ffn), eager=2 * launches),
         Work(grouped=fc1[1] + fc2[1], quantise=quantise * received * (up + width), eager=4 * launches),
     )
-    # Weights are read in full however few tokens an expert has.
-    weights = experts * (up + ffn) * width
-    weight_traffic = (Work(stream=BF16 * weights), Work(stream=BF16 * weights, accumulate=2.0 * shape.grad_bytes * weights))
+    weight_traffic = (Work(), Work(accumulate=shape.weight_traffic * experts * (up + ffn) * width))
     router = matmul_flops(routed, block.experts, hidden, shape.processors)
     parts = [
         _part("router", (Work(wide=router, permute=24.0 * routed * block.experts, launches=14), Work(wide=2 * router, launches=14))),
