@@ -35,9 +35,9 @@ IDENTITY_FUNCTIONS = {
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
     Tensor.retain_grad,
-    Tensor.grad.__set__,
-    Tensor.data.__set__,
 }
+# Property setters: `(func, handler)`. They compare equal but hash differently at each look, so no dict finds them.
+setters: list[tuple[Callable, Callable]] = []
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 ShardTensor: type  # set by tensor.py, which imports this module first
@@ -75,7 +75,10 @@ def shard_function(*funcs: Callable) -> Callable:
 
         adapter.handler = handler
         for func in funcs:
-            functions[func] = adapter
+            if func.__name__ == "__set__":
+                setters.append((func, adapter))
+            else:
+                functions[func] = adapter
         return handler
 
     return register
@@ -131,12 +134,16 @@ def call_function(func: Callable, types, args: tuple, kwargs: dict):
         handler = named_functions.get(str(func)) or named_functions.get(f"{func}.default")
         if handler is not None:
             return handler(func, types, args, kwargs)
-    if func not in IDENTITY_FUNCTIONS:
+    if getattr(func, "__name__", "") == "__set__":
+        handler = next((handler for setter, handler in setters if setter == func), None)
+        if handler is not None:
+            return handler(func, types, args, kwargs)
+    elif func not in IDENTITY_FUNCTIONS:
         if type(func) is FunctionType:
             body = _python_bodies.get(func) or _python_body(func)
             if body is not func:
                 return body(*args, **kwargs)
-        if torch.is_grad_enabled() or settings.promotion != "silent":
+        if torch.is_grad_enabled():
             args, kwargs = promote_operands(func, args, kwargs)
     with _NoTorchFunction():
         return func(*args, **kwargs)
@@ -186,8 +193,6 @@ def promote_operands(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, 
         return args, kwargs
     from shardwise.shard_tensor.promote import promote
 
-    if settings.promotion != "silent":
-        _announce(func, args)
     specs = [x._spec for x in found]
 
     def convert(value):
@@ -200,13 +205,10 @@ def promote_operands(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, 
     return tuple(convert(value) for value in args), {key: convert(value) for key, value in kwargs.items()}
 
 
-def check_promotion(func: Callable, args: tuple) -> None:
+def announce(func: Callable, args: tuple) -> None:
     """Warn about or refuse plain tensors beside a `ShardTensor`, as the promotion mode says."""
-    if settings.promotion != "silent":
-        _announce(func, args)
-
-
-def _announce(func: Callable, args: tuple) -> None:
+    if func in IDENTITY_FUNCTIONS:
+        return
     for value in args:
         if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.ndim > 0:
             given = f"{_function_name(func)} got a plain tensor of shape {tuple(value.shape)} beside a ShardTensor"

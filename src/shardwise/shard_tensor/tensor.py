@@ -49,6 +49,8 @@ class ShardTensor(torch.Tensor):
         dtype = local_tensor.dtype
         if dtype is not spec.dtype:
             spec = spec.with_dtype(dtype)
+        if dtype.is_complex and local_tensor.is_conj():  # a flag of the shard that the wrapper could not show
+            local_tensor = local_tensor.resolve_conj()
         self = _make_wrapper(
             cls, spec.shape, strides=spec.stride, dtype=dtype, device=local_tensor.device, requires_grad=requires_grad
         )
@@ -60,6 +62,8 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if registry.settings.promotion != "silent":
+            registry.announce(func, args)
         handler = registry.functions.get(func)
         if handler is not None:
             return handler(func, types, args, kwargs or {})

@@ -66,7 +66,7 @@ def run_whole(x: ShardTensor, dims: Sequence[int], function: Callable[[Tensor], 
     def laid(part: Tensor) -> ShardTensor:
         for dim in empty:
             part = part.narrow(dim, 0, 0)
-        return from_local(part, result_spec(spec, part))
+        return from_local(part.resolve_neg(), result_spec(spec, part))
 
     return tree_map_only(Tensor, laid, function(local))
 

@@ -19,11 +19,11 @@ from shardwise.shard_tensor.fallback import replicated
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, with_sizes
 from shardwise.shard_tensor.lean import LeanConvolution, rows_within
 from shardwise.shard_tensor.promote import plain_operand
-from shardwise.shard_tensor.registry import check_promotion, shard_function
+from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.spec.spans import Window
-from shardwise.spec.windows import window_reads
+from shardwise.spec.windows import anchor, window_reads
 
 CONVOLUTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
@@ -116,7 +116,6 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
     none for batch shards. Input channels sharded: one group gives a pending sum; several are moved to group borders first.
     A sharded weight is gathered; gradients of weight and bias are summed over the ranks that hold different parts of the input.
     """
-    check_promotion(CONVOLUTIONS[n], (x, weight))
     x = sharded_operands(x, weight, bias)
     padding = padding if isinstance(padding, str) else each(padding, n)
     key = ("conv", tuple(weight.shape), bias is None, each(stride, n), padding, each(dilation, n), groups)
@@ -196,11 +195,8 @@ def _windows(kernel: tuple, stride: tuple, padding: tuple | str, dilation: tuple
 
 
 def _halo(spec: ShardTensorSpec, dim: int, window: Window, outputs: int) -> Halo:
-    middle = (window.reach - 1 - window.pad_before - window.pad_after) // 2
-    size = spec.shape[dim]
-    return make_halo(
-        spec, dim, outputs, lambda o: o * window.stride + middle, lambda owned, makes: window_reads(window, owned, makes, size)
-    )
+    at, size = anchor(window, spec.sizes[dim], outputs), spec.shape[dim]
+    return make_halo(spec, dim, outputs, lambda o: o * window.stride + at, lambda owned, makes: window_reads(window, owned, makes, size))
 
 
 @shard_function(torch.convolution)

@@ -14,7 +14,7 @@ from shardwise.shard_tensor.channels import Channels, split_channels
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, rows_at, with_sizes
 from shardwise.shard_tensor.ops.conv import TRANSPOSED, each, output_shape, sharded_operands, under_autocast
 from shardwise.shard_tensor.promote import plain_operand
-from shardwise.shard_tensor.registry import check_promotion, shard_function
+from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import from_local, redistribute, to_local
 from shardwise.spec.spans import Span
@@ -58,7 +58,6 @@ def transposed_convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | Non
     Communication: for each sharded spatial dim one exchange of the input rows that reach a rank's outputs and that it does not own
     (none where the kernel is as long as the stride), backward the same; channels and weights as in `conv.convolution`.
     """
-    check_promotion(TRANSPOSED[n], (x, weight))
     x = sharded_operands(x, weight, bias)
     args = (each(stride, n), each(padding, n), each(output_padding, n), groups, each(dilation, n))
     key = ("conv_transpose", tuple(weight.shape), bias is None, args)

@@ -21,7 +21,7 @@ from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.spec.spans import Span, Window
-from shardwise.spec.windows import transposed_span, window_reads
+from shardwise.spec.windows import anchor, transposed_span, window_reads
 
 aten = torch.ops.aten
 
@@ -60,11 +60,9 @@ def _unfold_plan(spec: ShardTensorSpec, kernel: tuple, dilation: tuple, padding:
     if spec.sizes[rows] is not None:
         size = spec.shape[rows]
         window = Window(size=kernel[0], stride=stride[0], dilation=dilation[0], pad_before=padding[0], pad_after=padding[0])
-        middle = (window.reach - 1) // 2 - padding[0]
         outputs = window.output_size(size)
-        halo = make_halo(
-            spec, rows, outputs, lambda o: o * stride[0] + middle, lambda owned, makes: window_reads(window, owned, makes, size)
-        )
+        at = anchor(window, spec.sizes[rows], outputs)
+        halo = make_halo(spec, rows, outputs, lambda o: o * stride[0] + at, lambda owned, makes: window_reads(window, owned, makes, size))
         halos.append(halo)
         sizes[-1] = tuple(made * (shape[-1] // outputs) for made in halo.make_sizes)
         padding = (0, padding[1])
@@ -145,9 +143,8 @@ def _windows_plan(spec: ShardTensorSpec, dim: int, size: int, step: int) -> tupl
     shape = tuple(torch.empty(spec.shape, device="meta").unfold(dim, size, step).shape)
     total = spec.shape[dim]
     window = Window(size=size, stride=step)
-    halo = make_halo(
-        spec, dim, shape[dim], lambda o: o * step + (size - 1) // 2, lambda owned, makes: window_reads(window, owned, makes, total)
-    )
+    at = anchor(window, spec.sizes[dim], shape[dim])
+    halo = make_halo(spec, dim, shape[dim], lambda o: o * step + at, lambda owned, makes: window_reads(window, owned, makes, total))
     sizes = (*spec.sizes[:dim], halo.make_sizes, *spec.sizes[dim + 1 :], None)
     return halo, ShardTensorSpec(spec.mesh, spec.placements, shape, sizes, spec.dtype)
 

@@ -19,7 +19,7 @@ from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.normalize import Normalize
 from shardwise.shard_tensor.promote import again_operand, contributed, plain_operand, weight_operand
 from shardwise.shard_tensor.reduction_plan import accumulation_dtype, reduction_plan, spec_group
-from shardwise.shard_tensor.registry import check_promotion, shard_function, shard_rule
+from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, needs_grad, redistribute, to_local
 
@@ -37,7 +37,6 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_
         return NotImplemented
     x = _complete(input)
     spec = x._spec
-    check_promotion(F.layer_norm, (input, weight, bias))
     if _tail_sharded(spec, normalized_shape):
         return _normalized_tail(x, normalized_shape, plain_operand(weight, (spec,)), plain_operand(bias, (spec,)), eps, centered=True)
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x._local_tensor.device.type):
@@ -86,7 +85,6 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
         return NotImplemented
     x = _complete(input)
     spec = x._spec
-    check_promotion(F.rms_norm, (input, weight))
     weight = plain_operand(weight, (spec,))
     if _tail_sharded(spec, normalized_shape):
         eps = torch.finfo(accumulation_dtype(x.dtype)).eps if eps is None else eps
@@ -141,7 +139,6 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enable
             f"Expected number of channels in input to be divisible by num_groups, "
             f"but got input of shape {list(spec.shape)} and num_groups={num_groups}"
         )
-    check_promotion(F.group_norm, (input, weight, bias))
     weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
     if not spec.sharded_dims or spec.sharded_dims[-1] == 0:
         local = to_local(x)
@@ -183,7 +180,6 @@ def instance_norm(input, running_mean=None, running_var=None, weight=None, bias=
 def _by_instance(input: ShardTensor, running_mean, running_var, weight, bias, momentum: float, eps: float) -> ShardTensor:
     x = _complete(input)
     spec = x._spec
-    check_promotion(F.instance_norm, (input, weight, bias))
     weight, bias = (_by_channel(plain_operand(t, (spec,)), spec) for t in (weight, bias))
     plan = reduction_plan(spec, range(2, spec.ndim), keepdim=True)
     result, mean, squares = Normalize.apply(_autocast(to_local(x)), weight, bias, plan, eps, True)
@@ -217,7 +213,6 @@ def batch_norm(input, running_mean, running_var, weight=None, bias=None, trainin
         return NotImplemented
     x = _complete(input)
     spec = x._spec
-    check_promotion(F.batch_norm, (input, weight, bias))
     weight, bias = (_by_channel(plain_operand(t, (spec,)), spec) for t in (weight, bias))
     local = to_local(x)
     if not training:

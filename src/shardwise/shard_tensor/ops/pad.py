@@ -35,7 +35,7 @@ class _Plan:
 def pad(input, pad, mode="constant", value=None):
     """Communication: none for constant padding; for the other modes one exchange for each padded sharded dim, of the rows that the
     padding repeats, and for crops none. Backward the same."""
-    pad = tuple(pad)
+    pad = tuple(int(rows) for rows in pad)
     x = redistribute(input, input._spec.gradient())
     spec = x._spec
     plan = spec.cached(("pad", pad, mode), lambda: _make_plan(spec, pad, mode))

@@ -23,7 +23,7 @@ from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.spec.spans import Span, Spans, Window
-from shardwise.spec.windows import window_reads
+from shardwise.spec.windows import anchor, window_reads
 
 AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 MAXIMA = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -79,13 +79,12 @@ def _make_plan(spec: ShardTensorSpec, windows: tuple[Window, ...], shape: tuple[
 
 
 def _halo(spec: ShardTensorSpec, dim: int, window: Window, outputs: int, repeat: bool) -> Halo:
-    size = spec.shape[dim]
-    middle = (window.reach - 1) // 2 - window.pad_before
+    at, size = anchor(window, spec.sizes[dim], outputs), spec.shape[dim]
 
     def reads(owned: Span, makes: Span) -> Span | Spans:
         return window_reads(window, owned, makes, size, repeat)
 
-    return make_halo(spec, dim, outputs, lambda o: o * window.stride + middle, reads)
+    return make_halo(spec, dim, outputs, lambda o: o * window.stride + at, reads)
 
 
 def _rows_counted(window: Window, output: int, size: int, include_pad: bool) -> int:

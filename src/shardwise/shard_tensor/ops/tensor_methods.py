@@ -95,6 +95,17 @@ def autograd_grad(
     return result
 
 
+@shard_function(Tensor.data.__set__)
+def set_data(x: ShardTensor, value: Tensor) -> None:
+    """Take over the shard and layout of `value`, of the same shape and dtype."""
+    if not isinstance(value, ShardTensor) or tuple(value._spec.shape) != tuple(x._spec.shape) or value._spec.dtype is not x._spec.dtype:
+        raise TypeError(
+            f"x.data of a ShardTensor ({x._spec.describe()}) can be set to a ShardTensor of that shape and dtype only, not to "
+            f"{type(value).__name__} of shape {tuple(value.shape)}: use x.copy_(value)"
+        )
+    x._local_tensor, x._spec = value._local_tensor, value._spec
+
+
 @shard_rule(aten._local_scalar_dense.default)
 def item(op, args, kwargs):
     """The global value. Communication: none if replicated, else what completing it takes; call it on all ranks."""

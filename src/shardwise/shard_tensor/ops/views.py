@@ -22,6 +22,14 @@ aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
+def _same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
+    """`view`, which shares the memory of `x`: if `x` is itself a copied view, a write must go on to what `x` views."""
+    push = x.__dict__.get("_copied_view")
+    if push is not None:
+        mark_copied(view, (lambda written: after_write(x)) if push else None)
+    return view
+
+
 # ---------------------------------------------------------------------- view and reshape
 
 
@@ -34,7 +42,7 @@ def view(op, args, kwargs):
     local = redistribute_local(x._local_tensor, spec, before)
     if before is spec:
         try:
-            return ShardTensor(local.view(local_shape), after)
+            return _same_memory(ShardTensor(local.view(local_shape), after), x)
         except (RuntimeError, ValueError):  # the shard's memory order allows no view
             pass
     base = x._local_tensor
@@ -72,7 +80,7 @@ def _reordered(x: ShardTensor, local, key, order: Sequence[int]) -> ShardTensor:
         key,
         lambda: spec.with_dims([spec.shape[d] for d in order], order, tuple(spec.stride[d] for d in order)),
     )
-    return ShardTensor(local, out)
+    return _same_memory(ShardTensor(local, out), x)
 
 
 def transpose_local(x: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
@@ -122,7 +130,7 @@ def unsqueeze(op, args, kwargs):
             shape, [*range(dim), None, *range(dim, spec.ndim)], (*spec.stride[:dim], inner, *spec.stride[dim:])
         )
 
-    return ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make))
+    return _same_memory(ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make)), x)
 
 
 @shard_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -134,7 +142,7 @@ def squeeze(op, args, kwargs):
     local, spec = _without_shards(x, sorted(gone))
     kept = [d for d in range(ndim) if d not in gone]
     out = spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
-    return ShardTensor(local.squeeze(tuple(sorted(gone))) if gone else local.view(local.shape), out)
+    return _same_memory(ShardTensor(local.squeeze(tuple(sorted(gone))) if gone else local.view(local.shape), out), x)
 
 
 @shard_rule(aten.expand.default)
@@ -168,7 +176,7 @@ def sliced(x: ShardTensor, dim: int, start: int | None, stop: int | None, step: 
     local_bounds, out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
     if spec.sizes[dim] is not None:
         _remember(spec, dim)
-    return ShardTensor(aten.slice.Tensor(x._local_tensor, dim, *local_bounds, step), out)
+    return _same_memory(ShardTensor(aten.slice.Tensor(x._local_tensor, dim, *local_bounds, step), out), x)
 
 
 def _remember(spec: ShardTensorSpec, dim: int) -> None:
@@ -228,7 +236,7 @@ def select(op, args, kwargs):
         out = spec.cached(
             ("select", dim), lambda: spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
         )
-        return ShardTensor(x._local_tensor.select(dim, index), out)
+        return _same_memory(ShardTensor(x._local_tensor.select(dim, index), out), x)
     row = sliced(x, dim, index, index + 1)
     local, spec = _without_shards(row, [dim])
     kept = [d for d in range(spec.ndim) if d != dim]
@@ -339,7 +347,7 @@ def unbind(op, args, kwargs):
 
 @shard_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def same(op, args, kwargs):
-    return ShardTensor(op(args[0]._local_tensor), args[0]._spec)
+    return _same_memory(ShardTensor(op(args[0]._local_tensor), args[0]._spec), args[0])
 
 
 @shard_rule(aten.view_as_real.default)
