@@ -186,6 +186,20 @@ def test_groups_of_a_mesh_do_not_mix(world, axis):
 # ---------------------------------------------------------------------- layouts
 
 
+@ranks(3)
+def test_padding_before_a_convolution_does_not_move_the_split(world):
+    x = shard(world.randn(1, 2, 12), world.mesh, dim=2)
+    weight = world.randn(2, 2, 5)
+    for pads in ((4, 0), (0, 4), (2, 2)):
+        y = x
+        for _ in range(4):
+            y = F.conv1d(F.pad(y, pads), weight)
+        assert y._spec.sizes[2] == (4, 4, 4)
+    strided = F.conv1d(F.pad(x, (3, 0)), weight, stride=2)
+    assert strided._spec.sizes[2] == (2, 2, 2)
+    assert_same_as_unsharded(lambda x, w: F.conv1d(F.pad(x, (4, 0), mode="replicate"), w), x, weight)
+
+
 @ranks(4, mesh={"a": 2, "b": 2})
 def test_corners_come_right_and_both_axes_on_one_dim(world):
     weight = world.randn(3, 2, 3, 5)

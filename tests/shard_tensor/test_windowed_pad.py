@@ -85,6 +85,8 @@ def test_modules_integers_and_pending_sums(world):
         nn.ConstantPad2d(1, 3.5),
     ):
         assert_same_as_unsharded(module, x)
+    widths = [torch.tensor(2), torch.tensor(1)]  # some models compute them
+    assert_same_as_unsharded(lambda x: F.pad(x, widths), x)
     whole = torch.arange(12).view(2, 6)
     assert_same_as_unsharded(F.pad, shard(whole, world.mesh, dim=1), (1, 2), "constant", 7, grads=False)
     assert_same_as_unsharded(torch.constant_pad_nd, shard(whole, world.mesh, dim=1), (1, 2), 7, grads=False)

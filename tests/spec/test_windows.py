@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.spans import Window, as_spans, spans_of
-from shardwise.spec.windows import aligned_sizes, output_spans, runs, split_border, transposed_span, window_reads
+from shardwise.spec.windows import aligned_sizes, anchor, output_spans, runs, split_border, transposed_span, window_reads
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 windows = st.builds(
@@ -32,6 +32,19 @@ def test_output_spans_give_each_output_to_the_owner_of_its_row(sizes, outputs, u
         for o in range(*made):
             if total:
                 assert start <= min(max(row_of(o), 0), total - 1) < stop
+
+
+@given(windows, sizes)
+def test_anchor_splits_no_less_evenly_than_the_middle_of_the_window(window, sizes):
+    outputs = window.output_size(sum(sizes))
+    at = anchor(window, tuple(sizes), outputs)
+    middle = (window.reach - 1 - window.pad_before - window.pad_after) // 2
+    longest = [
+        max(stop - start for start, stop in output_spans(sizes, outputs, lambda o, a=a: o * window.stride + a)) for a in (at, middle)
+    ]
+    assert longest[0] <= longest[1]
+    if window.stride == 1 and outputs == sum(sizes):
+        assert [stop - start for start, stop in output_spans(sizes, outputs, lambda o: o + at)] == sizes
 
 
 @given(windows, sizes)

@@ -27,6 +27,23 @@ def output_spans(sizes: Sequence[int], outputs: int, row_of: Callable[[int], int
     return tuple(zip(borders, [*borders[1:], outputs], strict=True))
 
 
+@lru_cache(maxsize=4096)
+def anchor(window: Window, sizes: tuple[int, ...], outputs: int) -> int:
+    """The number `a` such that output `o` is best made by the owner of input row `o * stride + a`: about the middle of its window.
+
+    With padding that keeps the size the outputs are then split as the input is. Without padding the rows at one end may have been
+    padded before (a causal convolution: all of them at the start), so the row of the window that gives the most even split is taken.
+    """
+    middle = (window.reach - 1 - window.pad_before - window.pad_after) // 2
+    if window.pad_before or window.pad_after:
+        return middle
+
+    def longest(a: int) -> int:
+        return max(stop - start for start, stop in output_spans(sizes, outputs, lambda o: o * window.stride + a))
+
+    return min(sorted(range(window.reach), key=lambda a: abs(a - middle)), key=longest)
+
+
 def split_border(reads: Span | Spans, size: int) -> tuple[int, Spans, int]:
     """What is read of a dim of `size` rows: rows before the tensor, spans, rows after it. Rows beyond it between spans stay spans."""
     spans = list(as_spans(reads))
