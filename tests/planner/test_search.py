@@ -15,7 +15,7 @@ from shardwise.planner.estimator import Estimator
 from shardwise.planner.memory import GIB
 from shardwise.planner.rules import check_layout
 from shardwise.planner.search import FRONT_STEP, balanced, degrees, lightest_plan, search, variants
-from shardwise.planner.space import Space, groups, space_of, virtual_stages
+from shardwise.planner.space import Group, Space, groups, space_of, virtual_stages
 from shardwise.spec.blocks import Attention, Layer, Mlp, Moe
 from shardwise.spec.catalog import cluster, model
 from shardwise.spec.layout import Layout, Recompute
@@ -62,13 +62,16 @@ def test_nothing_is_below_the_bounds(kind: str, mtp: bool) -> None:
     estimator = estimator_of(small(kind, mtp))
     bounds = Bounds(estimator)
     for group in groups(small_space(), estimator.model, 16, Layout(gbs=64), seq_len=4096):
-        group_seconds, group_bytes = bounds.group_seconds(group), bounds.group_bytes(group)
-        for member in group.members():
-            seconds, least = bounds.seconds(member), bounds.bytes(member)
-            assert group_seconds <= seconds * (1 + 1e-9) and group_bytes <= least * (1 + 1e-9)
-            for layout, memory in variants(bounds, member, uneven=True):
-                assert seconds <= estimator.step_time(layout).seconds * (1 + 1e-9), layout
-                assert least <= memory.allocated_gib * GIB * (1 + 1e-9), layout
+        for part in group.parts():
+            assert isinstance(part, Group)
+            assert bounds.seconds(group) <= bounds.seconds(part) * (1 + 1e-9) and bounds.bytes(group) <= bounds.bytes(part) * (1 + 1e-9)
+            for member in part.parts():
+                assert isinstance(member, Layout)
+                seconds, least = bounds.seconds(member), bounds.bytes(member)
+                assert bounds.seconds(part) <= seconds * (1 + 1e-9) and bounds.bytes(part) <= least * (1 + 1e-9)
+                for layout, memory in variants(bounds, member, uneven=True):
+                    assert seconds <= estimator.step_time(layout).seconds * (1 + 1e-9), layout
+                    assert least <= memory.allocated_gib * GIB * (1 + 1e-9), layout
 
 
 def brute_force(estimator: Estimator, space: Space, base: Layout) -> dict[tuple[object, ...], tuple[float, float]]:

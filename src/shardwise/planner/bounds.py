@@ -42,26 +42,30 @@ class Bounds:
         self._params: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
         self._states: dict[tuple[Any, ...], tuple[float, float]] = {}
 
-    def seconds(self, layout: Layout) -> float:
-        """No way of cutting the layers into the layout's stages makes the step shorter."""
-        forward, backward = self.estimator.layer_seconds(self.common, layout)
-        return self._step(layout, self._micro_batch(layout), layout.vpp, sum(forward) + sum(backward))
+    def seconds(self, item: Group | Layout) -> float:
+        """No way of cutting the layers into stages makes a step of the layout, or of any member of the group, shorter.
 
-    def bytes(self, layout: Layout) -> float:
-        """No way of cutting the layers gives a heaviest rank with less allocated memory."""
-        return self._bytes(layout, layout.recompute, layout.vpp, whole=True)
-
-    def group_seconds(self, group: Group) -> float:
-        """No member of the group is faster: nothing recomputed, the most virtual stages, weights at hand."""
-        return self._step(group.layout, self._micro_batch(group.layout, gathered=False), max(group.vpp))
-
-    def group_bytes(self, group: Group) -> float:
-        """No member of the group is lighter: the smallest recompute choice with one stage per rank.
-
-        With more virtual stages a rank has at least as many micro batches in flight.
+        A group is as fast as its fastest recompute choice, recomputing nothing, with the most virtual stages.
         """
-        layout = group.layout
-        return min(self._bytes(layout, each, 1, whole=False) for each in (group.recompute[0], group.recompute[-1]))
+        layout, vpp, several = item, 0, False
+        if isinstance(item, Group):
+            layout, vpp, several = item.layout, max(item.vpp), len(item.recompute) > 1
+        assert isinstance(layout, Layout)
+        if several:
+            nothing = layout if layout.recompute.granularity == "none" else derive(layout, recompute=Recompute())
+            return self._step(layout, self._micro_batch(nothing, gathered=False), vpp)
+        forward, backward = self.estimator.layer_seconds(self.common, layout)
+        return self._step(layout, self._micro_batch(layout), vpp or layout.vpp, sum(forward) + sum(backward))
+
+    def bytes(self, item: Group | Layout) -> float:
+        """No way of cutting the layers gives the layout, or any member of the group, a heaviest rank with less allocated memory.
+
+        A group is as light as its lightest recompute choice with one stage per rank: with more, a rank has at least as many micro
+        batches in flight.
+        """
+        if isinstance(item, Group):
+            return min(self._bytes(item.layout, each, 1, whole=len(item.recompute) == 1) for each in item.recompute)
+        return self._bytes(item, item.recompute, item.vpp, whole=True)
 
     def _step(self, layout: Layout, all_stages: float, vpp: int, layer: float = 0.0) -> float:
         """``all_stages``: seconds of a micro batch over all ranks; ``layer``: of one layer of the commonest kind."""

@@ -22,12 +22,14 @@ from shardwise.spec.layout import Layout
 
 FRONT_SLOWER = 1.25  # the Pareto front ends at plans this much slower than the best
 FRONT_STEP = 0.92  # and each of its plans needs at most this share of the memory of the faster ones
+LEFT_OUT = 1.1  # the memory bound leaves out loss, embedding and buffers: layouts need this much more, and the front need not try less
+CUT_SAVES = 1.1  # cutting virtual stages for time moves at most a layer each: this far above the target, no cut brings it down
 
 Judge = Callable[[Layout], Sequence[Finding]]
 
 NO_MEMORY_BOUND = "state and activations exceed the GPU however stages are cut"
 NO_MEMORY = "heaviest rank does not fit"
-SLOWER = "slower than the plans shown, by its lower bound"
+SLOWER = "no faster than a plan found, by its lower bound"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +107,18 @@ def balanced(estimator: Estimator, layout: Layout, loads: StageCosts | None = No
 
 
 def variants(bounds: Bounds, plain: Layout, *, uneven: bool, lightest: bool = False) -> Iterator[tuple[Layout, MemoryEstimate]]:
-    """The even cut, where the layers divide, and the fastest cut whose stages fit, or the ``lightest`` one, each with its memory."""
+    """The even cut, where the layers divide, and the fastest cut whose stages fit, or the ``lightest`` one, each with its memory.
+
+    With virtual stages the fastest cut is taken without regard to memory, unless the even one is far too heavy (`CUT_SAVES`).
+    """
     estimator = bounds.estimator
     layers = estimator.model.num_layers
     even = estimator.memory(plain) if plain.stages <= layers else None
     if even and (layers % plain.stages == 0 or not uneven):
         yield plain, even
     if not uneven or plain.pp == 1:
+        return
+    if even and plain.vpp > 1 and even.needed_gib > CUT_SAVES * even.capacity_gib:
         return
     cut: Layout | None
     if even and plain.vpp == 1:
@@ -158,28 +165,30 @@ def search(
     number = 0
     for group in groups(space, estimator.model, estimator.cluster.gpus, base, seq_len=estimator.seq_len):
         result.considered += group.size
-        least = bounds.group_bytes(group)
+        least = bounds.bytes(group)
         number += 1
         if needed(least) > capacity:
             result.rejected[NO_MEMORY_BOUND] += group.size
         else:
-            queue.append((bounds.group_seconds(group), number, least, group))
+            queue.append((bounds.seconds(group), number, least, group))
     heapify(queue)
     while queue:
         seconds, _, least, item = heappop(queue)
-        on_front = front and least < lightest and seconds <= FRONT_SLOWER * fastest
-        if seconds > slowest and not on_front:
+        settled = best.get(degrees(item.layout if isinstance(item, Group) else item))
+        ranked = seconds <= slowest and (settled is None or seconds < settled.time.seconds)
+        on_front = front and LEFT_OUT * least < lightest and seconds <= FRONT_SLOWER * fastest
+        if not ranked and not on_front:
             result.rejected[SLOWER] += item.size if isinstance(item, Group) else 1
         elif isinstance(item, Group):
-            for layout in item.members():
-                least = bounds.bytes(layout)
+            for part in item.parts():
+                least = bounds.bytes(part)
                 if needed(least) > capacity:
-                    result.rejected[NO_MEMORY_BOUND] += 1
+                    result.rejected[NO_MEMORY_BOUND] += part.size if isinstance(part, Group) else 1
                 else:
                     number += 1
-                    heappush(queue, (bounds.seconds(layout), number, least, layout))
+                    heappush(queue, (bounds.seconds(part), number, least, part))
         else:
-            for plan in _evaluate(bounds, item, judge, result, uneven, lighter_than=lightest if seconds > slowest else float("inf")):
+            for plan in _evaluate(bounds, item, judge, result, uneven, lighter_than=float("inf") if ranked else lightest):
                 key = degrees(plan.layout)
                 if key not in best or plan.time.seconds < best[key].time.seconds:
                     best[key] = plan
@@ -198,10 +207,11 @@ def search(
 
 def _evaluate(bounds: Bounds, layout: Layout, judge: Judge, result: SearchResult, uneven: bool, *, lighter_than: float) -> Iterator[Plan]:
     """The legal variants that fit and allocate less than ``lighter_than`` bytes."""
-    divides = bounds.estimator.model.num_layers % layout.stages == 0
-    if divides and bounds.estimator.memory(layout).allocated_gib * GIB >= lighter_than:
-        result.rejected[SLOWER] += 1  # another cut moves layers to where they cost less time, not less memory
-        return
+    if lighter_than < float("inf") and layout.stages <= bounds.estimator.model.num_layers:
+        even = bounds.estimator.memory(layout).allocated_gib * GIB
+        if even >= CUT_SAVES * lighter_than:
+            result.rejected[SLOWER] += 1
+            return
     for variant, memory in variants(bounds, layout, uneven=uneven):
         if memory.allocated_gib * GIB >= lighter_than:
             continue
@@ -228,7 +238,7 @@ def lightest_plan(estimator: Estimator, base: Layout, space: Space, *, judge: Ju
     lightest = float("inf")
     queue: list[tuple[float, int, Group | Layout]] = []
     for group in groups(space, estimator.model, estimator.cluster.gpus, base, seq_len=estimator.seq_len):
-        queue.append((bounds.group_bytes(group), len(queue), group))
+        queue.append((bounds.bytes(group), len(queue), group))
     heapify(queue)
     number = len(queue)
     while queue:
@@ -236,9 +246,9 @@ def lightest_plan(estimator: Estimator, base: Layout, space: Space, *, judge: Ju
         if least >= lightest:
             break
         if isinstance(item, Group):
-            for layout in item.members():
+            for part in item.parts():
                 number += 1
-                heappush(queue, (bounds.bytes(layout), number, layout))
+                heappush(queue, (bounds.bytes(part), number, part))
             continue
         for variant, memory in variants(bounds, item, uneven=uneven, lightest=True):
             if memory.allocated_gib * GIB >= lightest:

@@ -51,7 +51,7 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Layouts that differ in virtual stages and recompute only; `layout` has one stage per rank and recomputes nothing."""
+    """Layouts that differ in virtual stages and recompute only; `layout` has one stage per rank and the first recompute choice."""
 
     layout: Layout
     vpp: tuple[int, ...]
@@ -65,6 +65,14 @@ class Group:
         for recompute in self.recompute:
             first = derive(self.layout, recompute=recompute)
             yield from (first if vpp == 1 else derive(first, vpp=vpp) for vpp in self.vpp)
+
+    def parts(self) -> Iterator[Group | Layout]:
+        """One group per recompute choice, or the members of a group with one."""
+        if len(self.recompute) == 1:
+            yield from self.members()
+        else:
+            for recompute in self.recompute:
+                yield Group(layout=derive(self.layout, recompute=recompute), vpp=self.vpp, recompute=(recompute,))
 
 
 def derive(layout: Layout, **changes: Any) -> Layout:
@@ -166,5 +174,5 @@ def _batch_groups(space: Space, model: ModelSpec, start: Layout) -> Iterator[Gro
             for sharding in space.sharding:
                 if pp > 1 and sharding in NOT_WITH_PIPELINE:
                     continue
-                layout = derive(start, ep=ep, etp=etp, mbs=mbs, recompute=Recompute(), **SHARDING[sharding])
+                layout = derive(start, ep=ep, etp=etp, mbs=mbs, recompute=space.recompute[0], **SHARDING[sharding])
                 yield Group(layout=layout, vpp=legal, recompute=space.recompute)
