@@ -62,6 +62,11 @@ def use_generator(generator: torch.Generator) -> Iterator[None]:
         _source.generator = before
 
 
+def current_generator() -> torch.Generator:
+    """The generator from which keys are drawn in this thread."""
+    return _source.generator or torch.default_generator
+
+
 # ---------------------------------------------------------------------- keys
 
 
@@ -100,7 +105,7 @@ def synchronize(mesh: DeviceMesh, source: int | None = None) -> None:
 
     source: its global rank; by default the mesh's first. Call it on all ranks of the mesh.
     """
-    generator = _source.generator or torch.default_generator
+    generator = current_generator()
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) > 1:
         state = generator.get_state().to(_device(mesh))

@@ -73,7 +73,7 @@ class Communication:
         lines += [f"  {r.direction} {r.collective} over {r.axis}: {r.calls} calls, {r.bytes} bytes" for r in self.records]
         return "\n".join(lines)
 
-    def _add(self, key: tuple[str, str, Direction], size: int) -> None:
+    def add(self, key: tuple[str, str, Direction], size: int) -> None:
         calls, before = self._table.get(key, (0, 0))
         self._table[key] = (calls + 1, before + size)
 
@@ -83,12 +83,12 @@ _counting: list[tuple[Any, Communication]] = []
 
 
 @contextmanager
-def count_communication() -> Iterator[Communication]:
-    """Count what this rank sends through `shardwise.collectives` inside the `with` block. Blocks may be nested.
+def count_communication(into: Communication | None = None) -> Iterator[Communication]:
+    """Count what this rank sends through `shardwise.collectives` inside the `with` block, into `into` if given. Blocks may be nested.
 
     Work is "backward" when it runs inside a backward pass, recomputed activations included. Compiled graphs are not counted.
     """
-    entry = (dist.group.WORLD, Communication())
+    entry = (dist.group.WORLD, Communication() if into is None else into)
     _counting.append(entry)
     try:
         yield entry[1]
@@ -106,4 +106,4 @@ def record(collective: str, group: dist.ProcessGroup, size: int) -> None:
         if owner is world:
             if key is None:
                 key = (collective, axis_name(group), "forward" if torch._C._current_graph_task_id() == -1 else "backward")
-            communication._add(key, size)
+            communication.add(key, size)
