@@ -64,6 +64,17 @@ def test_a_weight_used_twice_and_in_different_kinds_of_ops(world):
 
 
 @ranks(3)
+def test_tied_weights_of_an_embedding_and_a_head(world):
+    """The embedding keeps nothing of the weight for backward, the head does: two uses, one gradient."""
+    table = world.randn(7, 6).requires_grad_()
+    indices = shard(torch.arange(18).view(2, 9) % 7, world.mesh, dim=1, sizes=SIZES)
+    assert_same_as_unsharded(lambda i, w: F.linear(F.embedding(i, w).tanh(), w), indices, table)
+    square = world.randn(6, 6).requires_grad_()
+    rows = shard(torch.arange(18).view(2, 9) % 6, world.mesh, dim=1, sizes=SIZES)
+    assert_same_as_unsharded(lambda i, w: F.linear(F.linear(F.embedding(i, w), w).tanh(), w) + F.embedding(i, w) @ w, rows, square)
+
+
+@ranks(3)
 def test_accumulation_over_several_backwards(world):
     ours, theirs = model(world), model(world)
     for seed in range(3):

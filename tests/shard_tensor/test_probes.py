@@ -338,3 +338,14 @@ def test_one_warning_for_a_gathered_op(world):
         torch.linalg.det(x)
         torch.linalg.det(x)
     del caught
+
+
+@ranks(4)
+def test_products_with_named_operands(world):
+    a, b = world.randn(3, 16, 5), world.randn(3, 5, 4)
+    x = shard(a, world.mesh, dim=1, sizes=UNEVEN)
+    bias = world.randn(4)
+    torch.testing.assert_close(
+        torch.baddbmm(bias, batch1=x, batch2=b, beta=0.5, alpha=2).full_tensor(), torch.baddbmm(bias, a, b, beta=0.5, alpha=2)
+    )
+    torch.testing.assert_close(torch.addmm(bias, mat1=x[0], mat2=b[0]).full_tensor(), torch.addmm(bias, a[0], b[0]))

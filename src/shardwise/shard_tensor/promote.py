@@ -83,9 +83,9 @@ def weight_operand(value: Tensor | None, spec: ShardTensorSpec) -> tuple[Tensor 
     if value is not None and type(value) in _PLAIN and value.requires_grad and value.is_leaf and torch.is_grad_enabled():
         if averaging.owns is None and not torch.compiler.is_compiling():
             dims = summed_dims((spec,))
-            use = _use(value, spec.mesh, dims) if dims else None
-            if use is not None and not use.at_once:
-                return use.last_of(value), use
+            use, last, _ = _use(value, spec.mesh, dims) if dims else (None, None, None)
+            if last is not None and not use.at_once:
+                return last, use
     return plain_operand(value, (spec,)), None
 
 
@@ -161,21 +161,26 @@ def sum_gradient(value: Tensor, mesh, dims: tuple[int, ...]) -> Tensor:
     if not value.is_leaf or torch.compiler.is_compiling():
         group = _sums(mesh).group(mesh, dims)
         return value if group is None else comm.sum_gradient(value, group)
-    use = _use(value, mesh, dims)
-    return value if use is None else use.first_of(value)
+    use, last, first = _use(value, mesh, dims)
+    return value if use is None else first if first is not None else use.make_first(last)
 
 
-def _use(value: Tensor, mesh, dims: tuple[int, ...]) -> _Use | None:
-    """The use of leaf `value` on the group of `dims`, made if there is none; None if the group has one rank."""
+def _use(value: Tensor, mesh, dims: tuple[int, ...]) -> tuple[_Use | None, Tensor | None, Tensor | None]:
+    """The use of leaf `value` on the group of `dims` with its `last` and `first` alias, as far as they live; at least one does.
+
+    A use is made if there is none; none is needed if the group has one rank.
+    """
     sums = _sums(mesh)
     use = sums.uses.get((id(value), dims))
     if use is not None and use.serves(value):
-        return use
+        last, first = use.last(), use.first() if use.first is not None else None
+        if last is not None or first is not None:
+            return use, last, first
     group = sums.group(mesh, dims)
     if group is None:
-        return None
+        return None, None, None
     use = sums.uses[id(value), dims] = _Use(value, group)
-    return use
+    return use, use.make_last(value), None
 
 
 def _sums(mesh) -> _Sums:
@@ -227,7 +232,10 @@ class _Sums:
 
 
 class _Use:
-    """One weight on one group: the aliases that ops use, and the gradient on its way back. Holds no tensor alive."""
+    """One weight on one group: the aliases that ops use, and the gradient on its way back. Holds no tensor alive.
+
+    All that flows back to `last` comes through `contribute`, so `finish` may replace it by the sum of the contributions.
+    """
 
     __slots__ = ("__weakref__", "at_once", "buckets", "first", "group", "last", "memory", "value")
 
@@ -244,29 +252,27 @@ class _Use:
         """Whether the aliases stand for `value`: the same object and memory, and no backward has passed since."""
         return self.memory is not None and self.value() is value and (value.data_ptr(), value._version) == self.memory
 
-    def last_of(self, value: Tensor) -> Tensor:
+    def make_last(self, value: Tensor) -> Tensor:
         """The alias whose gradient is replaced by the sum just before it reaches the weight."""
-        alias = self.last() if self.last is not None else None
-        if alias is None:
-            alias = _alias(value)
-            if not self.at_once:
-                alias.grad_fn._set_sequence_nr(0)
-                alias.register_hook(self.finish)
-            self.last = TensorWeakRef(alias)
+        alias = _alias(value)
+        if not self.at_once:
+            alias.grad_fn._set_sequence_nr(0)
+            alias.register_hook(self.finish)
+        self.last = TensorWeakRef(alias)
         return alias
 
-    def first_of(self, value: Tensor) -> Tensor:
+    def make_first(self, last: Tensor) -> Tensor:
         """The alias whose gradient, complete on this rank, is handed to a bucket."""
-        alias = self.first() if self.first is not None else None
-        if alias is None:
-            alias = _alias(self.last_of(value))
-            alias.register_hook(self.contribute)
-            self.first = TensorWeakRef(alias)
+        alias = _alias(last)
+        alias.register_hook(self.contribute)
+        self.first = TensorWeakRef(alias)
         return alias
 
-    def contribute(self, grad: Tensor) -> Tensor | None:
+    def contribute(self, grad: Tensor | None) -> Tensor | None:
         """Take this rank's summand, or a part of it."""
         self.memory = None
+        if grad is None:  # a second derivative that does not reach the weight
+            return None
         if self.at_once or torch.is_grad_enabled():
             return comm.sum_forward(grad, self.group)
         bucket = _open_bucket(self.group, grad)

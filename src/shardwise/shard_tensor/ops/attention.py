@@ -59,6 +59,9 @@ def scaled_dot_product_attention(
         else:
             local = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         return from_local(local, out.with_dtype(local.dtype))
+    heads = q_spec.ndim - 3
+    if heads >= 0 and k.shape[heads] == 1 != q.shape[heads]:  # one key head for all: it broadcasts
+        k, v = (x.expand(*x.shape[:heads], q.shape[heads], *x.shape[heads + 1 :]) for x in (k, v))
     axes = q_axes or k_axes
     group = None if not axes else axis_group(mesh, axes[0]) if len(axes) == 1 else flat_group(mesh, axes)
     shape = q.shape

@@ -206,8 +206,12 @@ def _whole_diagonals(x: Tensor, names: Letters) -> Tensor:
     return redistribute(x, x._spec.replicate(sorted(set(axes)))) if axes else x
 
 
+_FACTORS = ("mat1", "mat", "batch1", "mat2", "vec", "batch2")  # what torch calls them, in order
+
+
 @shard_function(torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm)
-def add_product(input: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+def add_product(input: Tensor, *factors: Tensor, beta=1, alpha=1, **named: Tensor) -> Tensor:
+    a, b = (*factors, *(named[name] for name in _FACTORS if name in named))
     product = matmul(a, b)
     product = product if alpha == 1 else product * alpha
     if beta == 0:
