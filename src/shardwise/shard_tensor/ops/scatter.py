@@ -89,6 +89,18 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src, call: Callable, adds: bool
             below = x.narrow(d, index.shape[d], x.shape[d] - index.shape[d])
             return torch.cat([_scatter(x.narrow(d, 0, index.shape[d]), dim, index, src, call, adds), below], d)
     index = index.detach()
+    if isinstance(src, Tensor) and all(
+        d == dim or size == 1 or step == 0 for d, (size, step) in enumerate(zip(index.shape, index.stride()))
+    ):
+        rows = index  # one index for each row, spread over the row: it stays small
+        for d in reversed([d for d in range(x.ndim) if d != dim]):
+            rows = rows.select(d, 0)
+        spread = [1] * dim + [-1] + [1] * (x.ndim - 1 - dim)
+
+        def by_rows(t: Tensor, i: Tensor, s: Tensor) -> Tensor:
+            return call(t, dim, i.view(spread).expand(s.shape), s)
+
+        return _along(x, dim, [rows, src], by_rows, by_rows if adds else None)
     if isinstance(src, Tensor):
         return _along(x, dim, [index, src], lambda t, i, s: call(t, dim, i, s), (lambda t, i, s: call(t, dim, i, s)) if adds else None)
     return _along(x, dim, [index], lambda t, i: call(t, dim, i, src), None)
