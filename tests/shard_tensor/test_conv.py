@@ -297,6 +297,18 @@ def test_what_is_kept_for_backward_is_the_rows_and_the_halo(world, pool):
     y.sum().backward()
 
 
+@ranks(3, processes=True)
+def test_gloo_processes(world):
+    """Backward runs in a thread of its own there, and a rank that waits for another hangs."""
+    x = shard(world.randn(2, 3, 13, 6), world.mesh, dim=2, sizes=(9, 1, 3))
+    net = world.same(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.ConvTranspose2d(4, 2, 4, 2, 1), nn.AdaptiveAvgPool2d((5, 1))
+        ).double()
+    )
+    assert_same_as_unsharded(net, x, step=True)
+
+
 @ranks(2)
 def test_channels_last_and_autocast(world):
     x = shard(world.randn(2, 4, 8, 6, dtype=torch.float32), world.mesh, dim=2)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial
 
 from shardwise.collectives.counter import count_communication
+from shardwise.errors import MissingShardPatch
 from shardwise.testing import assert_same_as_unsharded, ranks, shard
 
 AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -33,7 +34,7 @@ def random_pool(rng):
         function = MAXIMA[n]
         arguments["dilation"] = [rng.randint(1, 3) for _ in range(n)]
         arguments["return_indices"] = rng.random() < 0.5
-        least = [d * (k - 1) + 1 for k, d in zip(kernel, arguments["dilation"])]
+        least = [max(d * (k - 1) + 1, d + 2 * p) for k, d, p in zip(kernel, arguments["dilation"], padding)]
     spatial = [max(1, rows - padding_counts * pad) + rng.randint(0, 12 if n < 3 else 5) for rows, pad in zip(least, padding)]
     shape = ([rng.randint(1, 3)] if rng.random() < 0.8 else []) + [rng.randint(1, 3), *spatial]
     return n, function, shape, arguments
@@ -161,6 +162,13 @@ def test_names_of_max_pooling(world):
     y = shard(world.randn(2, 2, 9, 5), world.mesh, dim=2, sizes=(3, 6))
     for function in (torch.max_pool2d, torch.nn.functional.max_pool2d_with_indices, torch._C._nn.max_pool2d_with_indices):
         assert_same_as_unsharded(function, y, 3, 2, 1)
+
+
+@ranks(2)
+def test_a_window_without_rows_is_refused_on_all_ranks(world):
+    x = shard(world.randn(1, 2, 1, 8), world.mesh, dim=3)
+    with pytest.raises(MissingShardPatch, match="contains no row"):
+        F.max_pool2d(x, 2, padding=1, dilation=2)
 
 
 @ranks(2)

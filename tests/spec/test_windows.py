@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.spans import Window, as_spans, spans_of
-from shardwise.spec.windows import aligned_sizes, anchor, output_spans, runs, split_border, transposed_span, window_reads
+from shardwise.spec.windows import aligned_sizes, anchor, has_empty_window, output_spans, runs, split_border, transposed_span, window_reads
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 windows = st.builds(
@@ -108,3 +108,12 @@ def test_runs_are_the_set_of_rows(rows):
     spans = runs(rows)
     assert [row for span in spans for row in range(*span)] == sorted(set(rows))
     assert all(a[1] < b[0] for a, b in pairwise(spans))
+
+
+@given(windows, st.integers(1, 12))
+def test_empty_windows_are_those_without_a_row(window, size):
+    outputs = window.output_size(size)
+    taps = {o: [o * window.stride - window.pad_before + j * window.dilation for j in range(window.size)] for o in range(outputs)}
+    empty = [o for o, rows in taps.items() if not any(0 <= row < size for row in rows)]
+    at_the_start = [o for o in empty if o * window.stride < window.pad_before]
+    assert has_empty_window(window, size, outputs) == bool(at_the_start)

@@ -126,3 +126,10 @@ def nearest_inside(row: int, size: int, step: int) -> int:
     """The row of `[0, size)` nearest to `row` at a distance that is a multiple of `step`; `row` itself if there is none."""
     inside = row % step if row < 0 else size - 1 - (size - 1 - row) % step
     return inside if 0 <= inside < size else row
+
+
+def has_empty_window(window: Window, size: int, outputs: int) -> bool:
+    """Whether some output reads no row of `[0, size)` at all: its window steps over a tensor shorter than the dilation."""
+    starts = (o * window.stride - window.pad_before for o in range(outputs))
+    last = window.dilation * (window.size - 1)
+    return any(start < 0 and start % window.dilation >= min(size, start + last + 1) for start in starts)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.empty import connected_empty
 from shardwise.shard_tensor.halo import Halo, cut, fetch, grown, make_halo, with_sizes
 from shardwise.shard_tensor.ops.conv import each
@@ -23,7 +24,7 @@ from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.spec.spans import Span, Spans, Window
-from shardwise.spec.windows import anchor, window_reads
+from shardwise.spec.windows import anchor, has_empty_window, window_reads
 
 AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 MAXIMA = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -210,7 +211,15 @@ def _maximum(n: int, x: ShardTensor, kernel_size, stride, padding, dilation, cei
 
     def make() -> _Plan:
         shape = pooled_shape(MAXIMA[n], spec.shape, (kernel, strides, paddings, dilations, ceil_mode))
-        return _make_plan(spec, _windows(kernel, strides, paddings, dilations), shape, None)
+        windows = _windows(kernel, strides, paddings, dilations)
+        for window, size, outputs in zip(windows, spec.shape[-n:], shape[-n:], strict=True):
+            if window.dilation > 1 and window.pad_before and has_empty_window(window, size, outputs):
+                raise MissingShardPatch(
+                    f"max pooling of {size} rows by {window}",
+                    "one of its windows contains no row, and where its maximum lies is undefined",
+                    "pad less, dilate less, or pool a longer input",
+                )
+        return _make_plan(spec, windows, shape, None)
 
     plan = spec.cached(("max_pool", kernel, strides, paddings, dilations, ceil_mode), make)
     local = _ready(fetch(to_local(x), spec, plan.halos), plan)
