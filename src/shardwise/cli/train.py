@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli import OK
+from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.errors import InputError
+from shardwise.cli.run import print_error
+from shardwise.errors import InputError, LayoutError
 
 RecipeName = Annotated[str, typer.Option("--recipe", help="name of a recipe (shardwise recipes lists them)", show_default=False)]
 Overrides = Annotated[
@@ -27,7 +28,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="judge the configuration and print it, start nothing")] = False,
     as_json: opt.Json = False,
 ) -> int:
-    """Train RECIPE. The layout is judged before any process group starts: all findings at once, exit code 2.
+    """Train RECIPE. The layout is judged before any process group starts: all findings at once, exit code 1.
 
     Not under torchrun, `--nproc` ranks are started on this machine.
     """
@@ -44,7 +45,12 @@ def train(
         world = int(os.environ["WORLD_SIZE"])
     else:
         world = nproc or min_world(layout_of(config, 1))
-    chosen = plan(config, world)
+    try:
+        chosen = plan(config, world)
+    except LayoutError as error:
+        if os.environ.get("RANK", "0") == "0":  # the other ranks found the same
+            print_error(error, as_json=as_json)
+        return FINDING
     if dry_run:
         _show(chosen, as_json)
         return OK
@@ -70,7 +76,12 @@ def _show(chosen: object, as_json: bool) -> None:
     if as_json:
         findings = [finding.to_dict() for finding in chosen.findings]
         print_json(
-            {"layout": grammar.words(chosen.layout), "parameters": chosen.spec.total_params, "config": settings, "findings": findings}
+            {
+                "layout": grammar.words(chosen.layout),
+                "parameters": chosen.spec.total_params if chosen.spec else None,
+                "config": settings,
+                "findings": findings,
+            }
         )
         return
     print(OmegaConf.to_yaml(OmegaConf.create(settings)))

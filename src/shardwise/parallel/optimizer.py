@@ -132,7 +132,7 @@ class _Shard:
         self.sizes = [sum(rows[rank][1] * _width(p) - rows[rank][0] * _width(p) for p, rows in self._pairs()) for rank in range(axis.size)]
         self.updated = [
             Updated(
-                value=nn.Parameter(parameter.detach()[slice(*rows[axis.rank])].clone()),
+                value=parameter if axis.size == 1 else nn.Parameter(parameter.detach()[slice(*rows[axis.rank])].clone()),
                 parameter=parameter,
                 held=held,
                 rows=rows[axis.rank],
@@ -147,8 +147,6 @@ class _Shard:
     def reduce(self) -> None:
         """The summed gradient of this rank's rows."""
         if self.axis.group is None:
-            for each in self.updated:
-                each.value.grad = gradient(each.parameter)
             return
         pieces = [gradient(p)[slice(*rows[rank])].reshape(-1) for rank in range(self.axis.size) for p, rows in self._pairs()]
         own = reduce_scatter(torch.cat(pieces), 0, self.sizes, self.axis.group)
@@ -159,8 +157,6 @@ class _Shard:
     def publish(self) -> None:
         """Every rank's new rows into the parameters."""
         if self.axis.group is None:
-            for each in self.updated:
-                each.parameter.copy_(each.value)
             return
         flat = torch.cat([each.value.detach().reshape(-1) for each in self.updated])
         everything = all_gather(flat, 0, self.sizes, self.axis.group)
@@ -174,7 +170,7 @@ class _Shard:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        for each in self.updated:
+        for each in self.updated if self.axis.size > 1 else ():
             each.value.copy_(each.parameter[slice(*each.rows)])
 
 

@@ -48,8 +48,8 @@ def cut(model: PreTrainedModel, stage: Stage) -> None:
     children = list(base.named_children())
     at = [child for child, _ in children].index(name)
     for place, (child, module) in enumerate(children):
-        holds = next(module.parameters(), None) is not None or isinstance(module, nn.Dropout)
-        if place == at or not holds:
+        rotary = next(module.parameters(), None) is None and next(module.buffers(), None) is not None
+        if place == at or rotary:  # rotary embeddings have tables only, and every stage needs them
             continue
         if place < at and not stage.embedding:
             lookup = isinstance(module, nn.Embedding) and module is not embedding

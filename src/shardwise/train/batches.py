@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.parallel.attention import SequenceSplit, split_order
@@ -54,6 +55,7 @@ def packed_samples(tokens: Tensor, end: int) -> Samples:
 
 def micro_batches(samples: Samples, topology: Topology, size: int) -> list[MicroBatch]:
     """The samples of this replica, cut into micro batches of `size` and to the rows of this context parallel rank."""
+    samples = _at_least(samples, 2 * topology.layout.cp if topology.layout.cp > 1 else 1)
     order = split_order(topology, samples.tokens.shape[1])
     spans = order[topology["cp"].rank]
     whole = len(order) == 1
@@ -67,6 +69,20 @@ def micro_batches(samples: Samples, topology: Topology, size: int) -> list[Micro
         split = SequenceSplit(topology=topology, order=order, segments=None if rows.segments is None else here(rows.segments))
         result.append(MicroBatch(tokens=here(rows.tokens), labels=here(rows.labels), positions=here(rows.positions), split=split))
     return result
+
+
+def _at_least(samples: Samples, length: int) -> Samples:
+    """Samples of at least `length` rows, so that every rank has one: what is added comes last, unseen by what is there, without a loss."""
+    missing = length - samples.tokens.shape[1]
+    if missing <= 0:
+        return samples
+    segments = samples.segments
+    return Samples(
+        tokens=F.pad(samples.tokens, (0, missing)),
+        labels=F.pad(samples.labels, (0, missing), value=IGNORED),
+        positions=F.pad(samples.positions, (0, missing)),
+        segments=None if segments is None else F.pad(segments, (0, missing), value=-1),
+    )
 
 
 def counted_tokens(batches: Sequence[MicroBatch]) -> int:

@@ -148,7 +148,7 @@ class Run:
             "routers": routers,
             "grad_norm": norm,
         }
-        if self.config.logger.log_throughput:
+        if self.config.logger.log_throughput and self.plan.spec is not None:
             tokens = layout.gbs * self.config.model.seq_length * len(losses) / seconds
             values["tflops"] = 6 * self.plan.spec.active_params * tokens / layout.world / 1e12
         return values
