@@ -1,0 +1,120 @@
+"""Every example runs on two ranks, is exact, and tells what it measured; started plainly it compares sizes of world."""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import DistributedManager
+from shardwise.testing import ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXACT = {"vector_add": 0.0, "dot_product": 1e-12, "convolution": 1e-12, "vae_decode": 1e-10}
+TRAINING = [
+    ["--model", "vit", "--amp"],
+    ["--model", "vit", "--ddp", "2", "--fsdp"],
+    ["--model", "convnet", "--dims", "3", "--size", "12", "--batch", "2"],
+    ["--model", "convnet", "--inference"],
+]
+
+
+def _load(name):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return module
+
+
+def _run(name, words=()):
+    module = _load(name)
+    options: argparse.ArgumentParser = module.options()
+    return module.run(options.parse_args(list(words)))
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+@ranks(2, processes=True, timeout=120)
+def test_example_is_exact(world, name):
+    row = _run(name)
+    assert row["error"] <= EXACT[name] and row["seconds"] > 0
+    if name == "vector_add":
+        assert row["bytes_sent"] == 0
+
+
+@ranks(2, processes=True)
+def test_neighbours_are_those_of_one_process(world):
+    assert _run("knn")["wrong"] == 0
+
+
+def _alone(name, words):
+    """The losses of the same example in one process: run on one rank of the pool."""
+    return [float(loss) for loss in _run(name, words)["losses"].split()]
+
+
+@ranks(1, processes=True, timeout=120)
+def _save_alone(world, path, name, words):
+    Path(path).write_text(" ".join(map(str, _alone(name, words))))
+
+
+@ranks(2, processes=True, timeout=120)
+def _compare_split(world, path, name, words, tolerance):
+    expected = [float(loss) for loss in Path(path).read_text().split()]
+    assert _alone(name, words) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("words", TRAINING, ids=" ".join)
+def test_training_loop_has_the_losses_of_one_process(tmp_path, words):
+    path = str(tmp_path / "losses")
+    _save_alone(path, "training_loop", words)
+    _compare_split(path, "training_loop", words, 2e-2 if "--amp" in words else 1e-5)
+
+
+def test_darcy_flow_has_the_losses_of_one_process(tmp_path):
+    path = str(tmp_path / "losses")
+    _save_alone(path, "darcy_fno", [])
+    _compare_split(path, "darcy_fno", [], 1e-6)
+
+
+@ranks(1, processes=True, timeout=120)
+def _dies(world, words):
+    assert _run("unet3d_memory", words)["losses"] == "out of memory"
+
+
+@ranks(4, processes=True, timeout=120)
+def _trains(world, words):
+    assert float(_run("unet3d_memory", words)["losses"]) > 0
+
+
+def test_volume_too_large_for_one_rank_trains_on_four():
+    _dies([])
+    _trains([])
+
+
+def test_elevation_scripts_differ_in_few_lines_and_agree():
+    one, split = ((EXAMPLES / "elevation" / f"{name}.py").read_text().splitlines()[1:] for name in ("single", "split"))
+    assert [line for line in one if line not in split] == []
+    assert len([line for line in split if line not in one]) <= 10
+    outputs = []
+    for command in ([sys.executable], [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        script = EXAMPLES / "elevation" / ("single.py" if len(command) == 1 else "split.py")
+        result = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr
+        outputs.append([float(line) for line in result.stdout.split()])
+    assert len(outputs[0]) == 2 and sorted(outputs[1]) == pytest.approx(sorted([*outputs[0], *outputs[0]]), rel=2e-5)
+
+
+def test_scaling_table_and_plot(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "vector_add.py"), "--size", "101", "--ranks", "1", "2", "--plot", str(tmp_path / "plot.png")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    head, *rows = result.stdout.splitlines()
+    assert head.split() == ["ranks", "seconds", "bytes_sent", "error", "speed-up"]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    assert not DistributedManager.is_initialized()
