@@ -64,8 +64,9 @@ class Bounds:
         batches in flight.
         """
         if isinstance(item, Group):
-            return min(self._bytes(item.layout, each, 1, whole=len(item.recompute) == 1) for each in item.recompute)
-        return self._bytes(item, item.recompute, item.vpp, whole=True)
+            held, working = zip(*(self._held(item.layout, each) for each in item.recompute))
+            return self._bytes(item.layout, min(held), min(working), 1, whole=len(item.recompute) == 1)
+        return self._bytes(item, *self._held(item, item.recompute), item.vpp, whole=True)
 
     def _step(self, layout: Layout, all_stages: float, vpp: int, layer: float = 0.0) -> float:
         """``all_stages``: seconds of a micro batch over all ranks; ``layer``: of one layer of the commonest kind."""
@@ -102,10 +103,9 @@ class Bounds:
             self._totals[key] = found
         return found
 
-    def _bytes(self, layout: Layout, recompute: Recompute, vpp: int, *, whole: bool) -> float:
+    def _bytes(self, layout: Layout, held: float, working: float, vpp: int, *, whole: bool) -> float:
         """``whole``: count whole layers (tighter, slower)."""
         state, total = self._state(layout)
-        held, working = self._held(layout, recompute)
         pp, count = layout.pp, self._count
         flights = _least_flights(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
         costs = [state + held * flight for flight in flights]

@@ -20,7 +20,7 @@ from shardwise.planner.stage_search import StageCosts, StageSplit, cheapest
 from shardwise.planner.step_time import StepTimeEstimate, kernel_cost
 from shardwise.spec.layout import Layout
 
-FRONT_SLOWER = 1.25  # the Pareto front ends at plans this much slower than the best
+FRONT_SLOWER = 1.15  # the Pareto front ends at plans this much slower than the best
 FRONT_STEP = 0.92  # and each of its plans needs at most this share of the memory of the faster ones
 LEFT_OUT = 1.1  # the memory bound leaves out loss, embedding and buffers: layouts need this much more, and the front need not try less
 CUT_SAVES = 1.1  # cutting virtual stages for time moves at most a layer each: this far above the target, no cut brings it down
