@@ -1,6 +1,6 @@
 """Prints the tables of `docs/planner_accuracy.md`: predictions against published runs.
 
-    python benchmarks/planner_accuracy.py [RUNS.csv]
+python benchmarks/planner_accuracy.py [RUNS.csv]
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
     print("\n### Sweeps\n\n| model | layouts | best within | Kendall tau |\n| --- | ---: | ---: | ---: |")
     for sweep in result.sweeps:
         parts = sweep.name.split("|")
-        print(f"| {parts[0]}, heads {parts[3]}, batch {parts[5]}, {parts[9]} GPUs | {sweep.layouts} | {sweep.regret:.1%} | {sweep.tau:.2f} |")
+        print(
+            f"| {parts[0]}, heads {parts[3]}, batch {parts[5]}, {parts[9]} GPUs | {sweep.layouts} | {sweep.regret:.1%} | {sweep.tau:.2f} |"
+        )
     taus = sorted(sweep.tau for sweep in result.sweeps)
     within = sum(sweep.regret <= 0.05 for sweep in result.sweeps)
     print(f"\nMedian tau {taus[len(taus) // 2]:.2f}; best within 5 % in {within} of {len(taus)}.")

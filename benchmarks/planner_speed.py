@@ -1,6 +1,6 @@
 """Microseconds to predict memory and step time of one layout, for Llama-3.1-405B and DeepSeek-V3.
 
-    python benchmarks/planner_speed.py
+python benchmarks/planner_speed.py
 """
 
 from __future__ import annotations
