@@ -38,7 +38,7 @@ def hold(family: str, layouts: list[str], *, rules: Rules = RULES, length: int =
         assert parity.equal, f"{family} {words}: {parity}"
 
 
-@ranks(2, processes=True, timeout=170)
+@ranks(2, processes=True, timeout=400)
 def test_llama_on_two_ranks(world):
     hold(
         "llama",
@@ -51,7 +51,7 @@ def test_llama_on_two_ranks(world):
     )  # fmt: skip
 
 
-@ranks(4, processes=True, timeout=170)
+@ranks(4, processes=True, timeout=400)
 def test_llama_on_four_ranks(world):
     hold(
         "llama",
@@ -63,19 +63,19 @@ def test_llama_on_four_ranks(world):
     )  # fmt: skip
 
 
-@ranks(3, processes=True, timeout=170)
+@ranks(3, processes=True, timeout=400)
 def test_llama_on_three_ranks(world):
     hold("llama", ["cp=3", "pp=3"], length=17)
 
 
-@ranks(2, processes=True, timeout=170)
+@ranks(2, processes=True, timeout=400)
 def test_dense_families_on_two_ranks(world):
     for family in ("qwen2", "qwen3", "mistral", "gemma", "olmo", "olmo2", "phi", "gpt_neox"):
         layouts = ["tp=2 sp=true", "pp=2"] + ["cp=2"] * (family in ("mistral", "gemma", "qwen3"))
         hold(family, layouts, rules=STEADY if family in BIASED else RULES)
 
 
-@ranks(4, processes=True, timeout=170)
+@ranks(4, processes=True, timeout=400)
 def test_experts_on_four_ranks(world):
     for family in cases.MIXTURES:
         hold(family, ["tp=2 ep=4 sp=true", "pp=2 ep=2 cp=2", "ep=2 etp=2"])
@@ -84,31 +84,31 @@ def test_experts_on_four_ranks(world):
     )
 
 
-@ranks(8, processes=True, timeout=170)
+@ranks(8, processes=True, timeout=400)
 def test_all_axes_on_eight_ranks(world):
     hold("qwen3_moe", ["tp=2 pp=2 cp=2 ep=4 sp=true"])
     hold("deepseek_v3", ["tp=2 pp=2 ep=2 etp=2 sp=true sharding=fsdp2"])
 
 
-@ranks(4, processes=True, timeout=170)
+@ranks(4, processes=True, timeout=400)
 def test_auxiliary_losses_reach_the_router(world):
     for kind in ("aux_loss", "seq_aux_loss"):
         rules = Rules(mbs=2, balance=Balance(kind=kind, coefficient=0.5, z_coefficient=0.1))
         hold("qwen3_moe", ["tp=2 ep=4 sp=true mbs=2", "pp=2 ep=2 cp=2 mbs=2", "tp=2 cp=2 ep=2 mbs=2"], rules=rules)
 
 
-@ranks(2, processes=True, timeout=170)
+@ranks(2, processes=True, timeout=400)
 def test_expert_bias_moves_alike(world):
     rules = Rules(mbs=1, balance=Balance(kind="seq_aux_loss", coefficient=0.01, score="sigmoid", bias_rate=0.05))
     hold("deepseek_v3", ["ep=2", "pp=2", "tp=2 sp=true"], rules=rules)
 
 
-@ranks(2, processes=True, timeout=170)
+@ranks(2, processes=True, timeout=400)
 def test_packed_documents_do_not_see_each_other(world):
     hold("llama", ["dp=2", "cp=2", "cp=2 cp_comm=a2a", "cp=2 cp_comm=all_gather", "tp=2 sp=true", "pp=2"], packed=True, length=23)
 
 
-@ranks(4, processes=True, timeout=170)
+@ranks(4, processes=True, timeout=400)
 def test_sequences_shorter_than_the_ranks(world):
     for length in (1, 2, 3, 5):
         hold("llama", ["cp=4", "tp=2 cp=2 sp=true"], length=length, rules=STEADY)

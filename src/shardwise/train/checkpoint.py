@@ -42,6 +42,10 @@ class Rectangles(torch.Tensor):
         result.part = part
         return result
 
+    def size(self, dim: int | None = None) -> Any:
+        """Of the global tensor: loading compares it with what was saved."""
+        return torch.Size(self.part.shape) if dim is None else self.part.shape[dim]
+
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(
