@@ -6,13 +6,16 @@ Formulas: `aten/src/ATen/native/UpSample.h` and, with antialiasing, `cpu/UpSampl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Rows = tuple[tuple[int, ...], ...]
+Weights = tuple[tuple[float, ...], ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,10 @@ class Resize:
             return None
         if self.align_corners and factor > 1:
             return None
-        if self.kind.startswith("nearest") and not torch.equal(_nearest(self, torch.float32), torch.arange(self.outputs) // factor):
-            return None  # rounding of the step
+        if self.kind.startswith("nearest"):  # the rounding of a step may shift a row
+            rows, _ = self.table(torch.float32)
+            if any(row[0] != output // factor for output, row in enumerate(rows)):
+                return None
         return factor
 
     @property
@@ -43,50 +48,78 @@ class Resize:
         """Rows on either side that outputs of a whole factor read."""
         return {"linear": 1, "cubic": 2}.get(self.kind, 0) if self.factor != 1 else 0
 
+    def table(self, dtype: torch.dtype) -> tuple[Rows, Weights]:
+        """For each output the rows it reads, and their weights in precision `dtype` (torch.float32 or torch.float64). Without
+        weights each output is its one row."""
+        return _constant_table(self.kind, self.size, self.outputs, self.scale, self.align_corners, self.antialias, dtype)
 
-class Taps(NamedTuple):
-    """rows, weights: (outputs, taps). weights None: each output is its one row."""
 
-    rows: Tensor
-    weights: Tensor | None
+@dataclass(frozen=True, kw_only=True)
+class Taps:
+    """Rows of a local tensor, and weights, for each output made there."""
+
+    rows: Rows
+    weights: Weights
+    dtype: torch.dtype
+    made: dict = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """As tensors, made once for each device."""
+        if torch.compiler.is_compiling():
+            return self._tensors(device)
+        if device not in self.made:
+            self.made[device] = self._tensors(device)
+        return self.made[device]
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        rows = torch.tensor(self.rows, dtype=torch.int64, device=device)
+        return rows, None if self.weights is None else torch.tensor(self.weights, dtype=self.dtype, device=device)
+
+
+@torch.compiler.assume_constant_result
+def _constant_table(*args) -> tuple[Rows, Weights]:
+    with _disable_current_modes():  # with numbers, also where the compiler traces without them
+        return _table(*args)
 
 
 @lru_cache(maxsize=256)
-def taps(resize: Resize, dtype: torch.dtype) -> Taps:
-    """The rows and weights in precision `dtype` (torch.float32 or torch.float64), on the CPU."""
-    if resize.kind.startswith("nearest"):
-        return Taps(_nearest(resize, dtype).unsqueeze(1), None)
-    at = torch.arange(resize.outputs, dtype=dtype)
-    step = _step(resize, dtype)
-    last = resize.size - 1
-    if resize.antialias:
-        return _antialiased(resize, at, step)
-    source = step * at if resize.align_corners else step * (at + 0.5) - 0.5
-    if resize.kind == "linear":
-        source = source.clamp(min=0)
-        low = source.long().clamp(max=last)
-        high = (low + 1).clamp(max=last)
-        part = (source - low).clamp(0, 1)
-        return Taps(torch.stack((low, high), 1), torch.stack((1 - part, part), 1))
+def _table(
+    kind: str, size: int, outputs: int, scale: float | None, align_corners: bool, antialias: bool, dtype: torch.dtype
+) -> tuple[Rows, Weights]:
+    if kind.startswith("nearest"):
+        whole = torch.arange(size, dtype=dtype).view(1, 1, -1)
+        how = {"size": outputs} if scale is None else {"scale_factor": scale, "recompute_scale_factor": False}
+        return tuple((int(row),) for row in F.interpolate(whole, mode=kind, **how).flatten().tolist()), None
+    at = torch.arange(outputs, dtype=dtype)
+    step = _step(size, outputs, scale, align_corners, dtype)
+    if antialias:
+        rows, weights = _antialiased(kind, size, at, step)
+    else:
+        source = step * at if align_corners else step * (at + 0.5) - 0.5
+        rows, weights = (_linear if kind == "linear" else _cubic_rows)(source, size - 1)
+    return tuple(map(tuple, rows.tolist())), tuple(map(tuple, weights.tolist()))
+
+
+def _linear(source: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    source = source.clamp(min=0)
+    low = source.long().clamp(max=last)
+    part = (source - low).clamp(0, 1)
+    return torch.stack((low, (low + 1).clamp(max=last)), 1), torch.stack((1 - part, part), 1)
+
+
+def _cubic_rows(source: Tensor, last: int) -> tuple[Tensor, Tensor]:
     low = source.floor().clamp(max=last)
     part = (source - low).clamp(0, 1)
     rows = (low.long().unsqueeze(1) + torch.arange(-1, 3)).clamp(0, last)
-    return Taps(rows, _cubic(part.unsqueeze(1) - torch.arange(-1, 3, dtype=dtype), -0.75))
+    return rows, _cubic(part.unsqueeze(1) - torch.arange(-1, 3, dtype=source.dtype), -0.75)
 
 
-def _nearest(resize: Resize, dtype: torch.dtype) -> Tensor:
-    rows = torch.arange(resize.size, dtype=dtype).view(1, 1, -1)
-    if resize.scale is None:
-        return F.interpolate(rows, size=resize.outputs, mode=resize.kind).flatten().long()
-    return F.interpolate(rows, scale_factor=resize.scale, mode=resize.kind, recompute_scale_factor=False).flatten().long()
-
-
-def _step(resize: Resize, dtype: torch.dtype) -> Tensor:
+def _step(size: int, outputs: int, scale: float | None, align_corners: bool, dtype: torch.dtype) -> Tensor:
     """Input rows from one output row to the next."""
-    size, outputs = (torch.tensor(float(n), dtype=dtype) for n in (resize.size, resize.outputs))
-    if resize.align_corners:
-        return (size - 1) / (outputs - 1) if resize.outputs > 1 else torch.zeros((), dtype=dtype)
-    return torch.tensor(1.0 / resize.scale, dtype=dtype) if resize.scale else size / outputs
+    rows, made = (torch.tensor(float(n), dtype=dtype) for n in (size, outputs))
+    if align_corners:
+        return (rows - 1) / (made - 1) if outputs > 1 else torch.zeros((), dtype=dtype)
+    return torch.tensor(1.0 / scale, dtype=dtype) if scale else rows / made
 
 
 def _cubic(distance: Tensor, a: float) -> Tensor:
@@ -96,34 +129,31 @@ def _cubic(distance: Tensor, a: float) -> Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-def _antialiased(resize: Resize, at: Tensor, step: Tensor) -> Taps:
-    half = 1.0 if resize.kind == "linear" else 2.0
+def _antialiased(kind: str, size: int, at: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     stretch = step.clamp(min=1)
-    support = half * stretch
+    support = (1.0 if kind == "linear" else 2.0) * stretch
     center = step * (at + 0.5)
     first = (center - support + 0.5).long().clamp(min=0)
-    count = (center + support + 0.5).long().clamp(max=resize.size) - first
+    count = (center + support + 0.5).long().clamp(max=size) - first
     offsets = torch.arange(int(count.max()))
     distance = (offsets + first.unsqueeze(1) - center.unsqueeze(1) + 0.5) / stretch
-    weights = (1 - distance.abs()).clamp(min=0) if resize.kind == "linear" else _cubic(distance, -0.5)
+    weights = (1 - distance.abs()).clamp(min=0) if kind == "linear" else _cubic(distance, -0.5)
     weights = torch.where(offsets < count.unsqueeze(1), weights, torch.zeros_like(weights))
-    rows = (first.unsqueeze(1) + offsets).clamp(max=resize.size - 1)
-    return Taps(rows, weights / weights.sum(1, keepdim=True))
+    return (first.unsqueeze(1) + offsets).clamp(max=size - 1), weights / weights.sum(1, keepdim=True)
 
 
-def apply_taps(local: Tensor, dim: int, table: Taps) -> Tensor:
-    """Interpolate along `dim`; `table.rows` are rows of `local`."""
-    rows = table.rows.to(local.device)
-    if table.weights is None:
+def apply_taps(local: Tensor, dim: int, taps: Taps) -> Tensor:
+    """Interpolate along `dim`."""
+    rows, weights = taps.on(local.device)
+    if weights is None:
         return local.index_select(dim, rows[:, 0])
-    weights = table.weights.to(local.device)
     wide = local.to(weights.dtype)
     if rows.shape[1] > 4:
         matrix = weights.new_zeros(rows.shape[0], local.shape[dim]).scatter_add_(1, rows, weights)
         return torch.matmul(wide.movedim(dim, -1), matrix.t()).movedim(-1, dim).to(local.dtype)
     shape = (-1, *[1] * (local.ndim - 1 - dim))
-    parts = (wide.index_select(dim, rows[:, i]) * weights[:, i].view(shape) for i in range(rows.shape[1]))
-    total = next(parts)
-    for part in parts:
+    parts = [wide.index_select(dim, rows[:, i]) * weights[:, i].view(shape) for i in range(rows.shape[1])]
+    total = parts[0]
+    for part in parts[1:]:
         total = total + part
     return total.to(local.dtype)

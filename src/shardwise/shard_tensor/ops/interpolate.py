@@ -15,7 +15,7 @@ from shardwise.shard_tensor.empty import connected_empty
 from shardwise.shard_tensor.halo import Halo, fetch, make_halo, with_sizes
 from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.taps import Resize, Taps, apply_taps, taps
+from shardwise.shard_tensor.taps import Resize, Rows, Taps, apply_taps
 from shardwise.shard_tensor.tensor import from_local, redistribute, to_local
 from shardwise.spec.spans import Span
 
@@ -87,14 +87,15 @@ def _make_plan(spec: ShardTensorSpec, n: int, size, scale_factor, mode: str, ali
             sizes.append(shape[dim])
             factors.append(scales[i] or 1.0)
             continue
-        table, factor = taps(resize, dtype), resize.factor
-        halo = _halo(spec, dim, resize, table)
+        factor = resize.factor
+        rows, weights = resize.table(dtype) if factor is None else ((), None)
+        halo = _halo(spec, dim, resize, rows)
         halos.append(halo)
         low, high = halo.reads[halo.block]
         start, stop = halo.made
         if factor is None:
-            rows = table.rows[start:stop] - low
-            tables.append((dim, Taps(rows, None if table.weights is None else table.weights[start:stop])))
+            local = tuple(tuple(row - low for row in taps) for taps in rows[start:stop])
+            tables.append((dim, Taps(rows=local, weights=weights and weights[start:stop], dtype=dtype)))
             sizes.append(stop - start)
             factors.append(1.0)
         else:
@@ -108,13 +109,13 @@ def _make_plan(spec: ShardTensorSpec, n: int, size, scale_factor, mode: str, ali
     return _Plan(halos=tuple(halos), tables=tuple(tables), native=native, pieces=tuple(pieces), out=with_sizes(spec, shape, halos))
 
 
-def _halo(spec: ShardTensorSpec, dim: int, resize: Resize, table: Taps) -> Halo:
+def _halo(spec: ShardTensorSpec, dim: int, resize: Resize, rows: Rows) -> Halo:
     factor, around = resize.factor, resize.halo
 
     def reads(owned: Span, makes: Span) -> Span:
         if factor is not None:
             return max(0, makes[0] // factor - around), min(resize.size, -(-makes[1] // factor) + around)
-        rows = table.rows[slice(*makes)]
-        return int(rows.min()), int(rows.max()) + 1
+        read = [row for taps in rows[makes[0] : makes[1]] for row in taps]
+        return min(read), max(read) + 1
 
     return make_halo(spec, dim, resize.outputs, lambda o: (2 * o + 1) * resize.size // (2 * resize.outputs), reads)

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.shard_tensor.halo import Halo, fetch, make_halo, with_sizes
 from shardwise.shard_tensor.registry import shard_function
@@ -93,9 +94,15 @@ def _repeating(spec: ShardTensorSpec, dim: int, rows: tuple[int, ...], before: i
     return make_halo(spec, dim, len(rows), lambda o: o - before, reads)
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result
 def source_rows(size: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     """The input row of each row of a padded dim, by torch itself."""
+    with _disable_current_modes():  # with numbers, also where the compiler traces without them
+        return _source_rows(size, before, after, mode)
+
+
+@lru_cache(maxsize=1024)
+def _source_rows(size: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     kept = size + min(before, 0) + min(after, 0)
     if mode == "circular" and max(before, after) > kept:  # torch leaves such rows undefined when it also crops
         raise RuntimeError(
