@@ -17,5 +17,7 @@ def connected_empty(shape: Sequence[int], *inputs: Tensor | None, dtype: torch.d
         raise AssertionError(f"connected_empty is for shapes without elements, got {tuple(shape)}")
     for x in inputs:
         if x.requires_grad and torch.is_grad_enabled():
-            result = result + (x * 0).sum().to(result.dtype)
+            # keeps x alive until backward, as an op that computes with it would: whether a weight's alias is used again must not differ
+            kept = x.abs() if x.is_complex() else x.clamp(0, 0)
+            result = result + kept.sum().to(result.dtype)
     return result

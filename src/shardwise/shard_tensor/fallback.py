@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -100,7 +101,10 @@ def check_writable(x: ShardTensor) -> None:
 
 
 def after_write(x: ShardTensor) -> None:
-    """Carry an in-place write into a copied view on to the tensor it views."""
+    """Carry an in-place write into a copied view on to the tensor it views, and count it, so that a backward that saved the shard refuses."""
+    local = x._local_tensor
+    if not local.is_inference() and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(local)
     push = getattr(x, "_copied_view", None)
     if push:
         push(x._local_tensor)
@@ -130,4 +134,3 @@ def _callers_level() -> int:
 def forget_told() -> None:
     """Let every op warn again (for tests)."""
     _told.clear()
-

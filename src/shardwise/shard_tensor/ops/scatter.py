@@ -240,10 +240,10 @@ def _in_place(method: Callable, functional: Callable):
 _IN_PLACE = {
     Tensor.scatter_: scatter,
     Tensor.scatter_add_: scatter_add,
-    Tensor.scatter_reduce_: scatter_reduce,
+    Tensor.scatter_reduce_: lambda x, *args, **kwargs: scatter_reduce(x.clone(), *args, **kwargs),  # it saves what is overwritten
     Tensor.index_add_: index_add,
     Tensor.index_copy_: index_copy,
-    Tensor.index_reduce_: index_reduce,
+    Tensor.index_reduce_: lambda x, *args, **kwargs: index_reduce(x.clone(), *args, **kwargs),
     Tensor.index_fill_: index_fill,
     Tensor.index_put_: index_put,
 }
