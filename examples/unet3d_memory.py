@@ -2,7 +2,7 @@
 
 Each process is given a limit of memory beyond what it has at the start (Linux, `RLIMIT_DATA`).
 
-python examples/unet3d_memory.py --size 48 --cap-mb 300 --ranks 1 2 4
+python examples/unet3d_memory.py --size 64 --cap-mb 300 --ranks 1 2 4
 """
 
 import argparse
@@ -35,8 +35,8 @@ def memory_cap(megabytes: int):
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=40, help="voxels along each side")
-    parser.add_argument("--cap-mb", type=int, default=160, help="memory of each process beyond what it has at the start")
+    parser.add_argument("--size", type=int, default=48, help="voxels along each side")
+    parser.add_argument("--cap-mb", type=int, default=150, help="memory of each process beyond what it has at the start")
     parser.add_argument("--steps", type=int, default=1)
     return parser
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> dict:
     manager = DistributedManager()
     mesh = manager.initialize_mesh((1, manager.world_size), ["ddp", "domain"])
     torch.manual_seed(0)
-    model = BasicUNet(spatial_dims=3, in_channels=1, out_channels=2, features=(16, 16, 32, 32, 64, 16), norm="instance")
+    model = BasicUNet(spatial_dims=3, in_channels=1, out_channels=2, features=(32, 16, 16, 16, 16, 32), norm="instance")
     model = parallelize(model.to(manager.device), mesh)
     optimizer = torch.optim.SGD(param_groups(model), lr=1e-2)
     volume = torch.randn(1, 1, *[args.size] * 3)
