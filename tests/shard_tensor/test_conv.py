@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.shard_tensor.conv_cases import CONVOLUTIONS, random_convolution, random_split
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import ShardTensor
 from shardwise.collectives.counter import count_communication
@@ -318,6 +319,21 @@ def test_channels_last_and_autocast(world):
     with torch.autocast("cpu", torch.bfloat16):
         y = F.conv2d(x, weight, padding=1)
     assert y.dtype is y._local_tensor.dtype is torch.bfloat16
+
+
+@ranks(2)
+def test_complex_numbers_and_activation_checkpoints(world):
+    def numbers(*shape):
+        return torch.complex(world.randn(*shape), world.randn(*shape))
+
+    x = shard(numbers(1, 2, 9, 6), world.mesh, dim=2)
+    assert_same_as_unsharded(F.conv2d, x, numbers(3, 2, 3, 3), kwargs={"padding": 1})
+    assert_same_as_unsharded(F.conv_transpose2d, x, numbers(2, 3, 3, 3))
+
+    def recomputed(x, weight):
+        return checkpoint(lambda x, w: F.max_pool2d(F.conv2d(x, w, padding=1).relu(), 3, 1, 1), x, weight, use_reentrant=False)
+
+    assert_same_as_unsharded(recomputed, shard(world.randn(1, 2, 9, 6), world.mesh, dim=2), world.randn(3, 2, 3, 3))
 
 
 @ranks(3)

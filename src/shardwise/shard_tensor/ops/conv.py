@@ -123,7 +123,7 @@ def convolution(n: int, x: Tensor, weight: Tensor, bias: Tensor | None, stride, 
     local = to_local(redistribute(x, plan.source))
     weight, bias = (plain_operand(w, [plan.source]) for w in (weight, bias))
     local, weight, bias = under_autocast(local, weight, bias)
-    if plan.lean is not None and not torch.compiler.is_compiling():
+    if plan.lean is not None and not local.is_complex() and not torch.compiler.is_compiling():
         return from_local(plan.lean(local, weight, bias), plan.out)
     local = fetch(local, plan.source, plan.halos)
     if plan.channels is not None:
