@@ -53,7 +53,7 @@ def run(world: World, entry: Entry, *, uneven: bool) -> Outcome:
     differentiable = full[0].is_floating_point()
     with measure_saved_bytes(exclude=whole.parameters()) as alone:
         x = full[0].clone().requires_grad_(differentiable)
-        expected = entry.call(whole, x, *full[1:])
+        expected = entry.run(whole, x, *full[1:])
     weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=expected.dtype).view(expected.shape)
     (expected * weights).sum().backward()
     if uneven:
@@ -63,7 +63,7 @@ def run(world: World, entry: Entry, *, uneven: bool) -> Outcome:
         part = scatter_tensor(full[0], 0, world.mesh, (Shard(entry.dim),), requires_grad=differentiable)
     try:
         with count_communication() as sent, measure_saved_bytes(exclude=ours.parameters()) as kept:
-            got = entry.call(ours, part, *full[1:])
+            got = entry.run(ours, part, *full[1:])
         result = got.full_tensor() if isinstance(got, ShardTensor) else got
         (result * weights).sum().backward()
     except MissingShardPatch as refusal:

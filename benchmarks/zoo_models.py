@@ -22,7 +22,10 @@ class Entry:
     inputs: Callable[[], tuple[Tensor, ...]]
     dim: int
     train: bool = False
-    call: Callable[..., Tensor] = staticmethod(lambda module, *inputs: module(*inputs))
+    call: Callable[..., Tensor] | None = None
+
+    def run(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+        return module(*inputs) if self.call is None else self.call(module, *inputs)
 
 
 def image(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -85,9 +88,9 @@ def vit() -> nn.Module:
 def segformer() -> nn.Module:
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
-    return SegformerForSemanticSegmentation(
-        SegformerConfig(num_channels=1, hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16)
-    )
+    heads = [1, 1, 2, 2]
+    config = SegformerConfig(num_channels=1, hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, num_attention_heads=heads, decoder_hidden_size=16)
+    return SegformerForSemanticSegmentation(config)
 
 
 def llama() -> nn.Module:
@@ -133,9 +136,15 @@ ZOO: dict[str, Entry] = {
     "diffusers/unet_2d": Entry(
         package="diffusers", build=diffusers_unet, inputs=image(1, 1, 24, 16), dim=2, call=lambda m, x: m(x, 3).sample
     ),
-    "diffusers/vae_decoder": Entry(package="diffusers", build=diffusers_vae, inputs=image(1, 2, 16, 8), dim=2, call=lambda m, x: m.decode(x).sample),
-    "transformers/vit": Entry(package="transformers", build=vit, inputs=image(1, 1, 36, 24), dim=2, call=lambda m, x: m(x).last_hidden_state),
-    "transformers/segformer": Entry(package="transformers", build=segformer, inputs=image(1, 1, 64, 64), dim=2, call=lambda m, x: m(x).logits),
+    "diffusers/vae_decoder": Entry(
+        package="diffusers", build=diffusers_vae, inputs=image(1, 2, 16, 8), dim=2, call=lambda m, x: m.decode(x).sample
+    ),
+    "transformers/vit": Entry(
+        package="transformers", build=vit, inputs=image(1, 1, 36, 24), dim=2, call=lambda m, x: m(x).last_hidden_state
+    ),
+    "transformers/segformer": Entry(
+        package="transformers", build=segformer, inputs=image(1, 1, 64, 64), dim=2, call=lambda m, x: m(x).logits
+    ),
     "transformers/llama_tied": Entry(
         package="transformers", build=llama, inputs=tokens(50, 24), dim=1, call=lambda m, x: m(x, use_cache=False).logits
     ),

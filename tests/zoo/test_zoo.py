@@ -1,9 +1,9 @@
 """Public models from five packages run unmodified, split over rows, and equal one process."""
 
 import pytest
-
 from benchmarks.zoo import run
 from benchmarks.zoo_models import ZOO
+
 from shardwise.testing import ranks
 
 # Kept for backward on the fullest of 4 ranks, as a part of what one process keeps (one quarter at best). Windows and graphs keep more:
@@ -20,7 +20,9 @@ def test_model(world, name):
     assert outcome.share <= SHARE.get(name, 0.45)
 
 
-@pytest.mark.parametrize("name", ["monai/basic_unet_2d", "diffusers/vae_decoder", "transformers/vit", "transformers/llama_tied", "transformers/bert"])
+@pytest.mark.parametrize(
+    "name", ["monai/basic_unet_2d", "diffusers/vae_decoder", "transformers/vit", "transformers/llama_tied", "transformers/bert"]
+)
 @ranks(3, timeout=200)
 def test_model_on_uneven_shards(world, name):
     outcome = run(world, ZOO[name], uneven=True)

@@ -25,7 +25,7 @@ def _kind(parameter: Tensor):
 def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     """Trainable parameters, one group for plain tensors and one for each mesh: foreach and fused optimizers cannot mix them.
 
-        torch.optim.AdamW(shardwise.param_groups(model), lr=1e-3)
+    torch.optim.AdamW(shardwise.param_groups(model), lr=1e-3)
     """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -73,9 +73,9 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float, norm_t
 
 def _complete(parameter: Tensor) -> None:
     grad = parameter.grad
-    if isinstance(grad, DTensor) and any(isinstance(p, Partial) for p in grad.placements):
-        parameter.grad = grad.redistribute(placements=parameter.placements)
-    elif isinstance(grad, ShardTensor) and grad._spec.partial_mesh_dims:
+    if (isinstance(grad, DTensor) and any(isinstance(p, Partial) for p in grad.placements)) or (
+        isinstance(grad, ShardTensor) and grad._spec.partial_mesh_dims
+    ):
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 

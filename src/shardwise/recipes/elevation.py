@@ -86,7 +86,7 @@ def train(name: str, mesh: DeviceMesh | None, *, steps: int, dtype: torch.dtype)
         y = scatter_tensor(y, 0, mesh, rows if name == "unet" else (Replicate(),))
         sync_module_over_mesh(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, seconds, sent = [], [], None
+    losses, seconds = [], []
     saved = 0
     for _ in range(steps):
         began = time.perf_counter()

@@ -116,7 +116,9 @@ def _stated(
             raise ValueError(f"sharding_shapes {dict(shapes)} has no entry for mesh dim {missing[0]}, which {placements} shards")
         for axis in axes:
             if len(shapes[axis]) != mesh.size(axis):
-                raise ValueError(f"sharding_shapes[{axis}] lists {len(shapes[axis])} shapes, but mesh dim {axis} has {mesh.size(axis)} ranks")
+                raise ValueError(
+                    f"sharding_shapes[{axis}] lists {len(shapes[axis])} shapes, but mesh dim {axis} has {mesh.size(axis)} ranks"
+                )
         if len(axes) > 1:
             raise ValueError(
                 f"sharding_shapes cannot state the shards of dim {dim}, which mesh dims {axes} split together: use 'infer' or 'chunk'"

@@ -32,7 +32,7 @@ def fallback_rule(op, args: tuple, kwargs: dict):
         raise MissingShardPatch(
             f"{op} on {layouts}",
             "it has no sharded form and fallback mode 'error' forbids gathering its arguments",
-            f"register one with ShardTensor.register_dispatch_handler({op}, handler), or allow the gather with shardwise.fallback('gather')",
+            f"register one with ShardTensor.register_dispatch_handler({op}, handler), or allow gathering: shardwise.fallback('gather')",
         )
     mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
     if cost and not any(mesh.get_coordinate()):
@@ -77,10 +77,10 @@ def write_back(x: ShardTensor, whole: Tensor) -> None:
     if x._spec.partial_mesh_dims:
         x._spec = x._spec.gradient()
         x._local_tensor = whole if x._spec.is_replicated else redistribute_local(whole, x._spec.replicate(), x._spec)
-        return after_write(x)
-    local = redistribute_local(whole, x._spec.replicate(), x._spec)
-    if local is not x._local_tensor:
-        x._local_tensor.copy_(local)
+    else:
+        local = redistribute_local(whole, x._spec.replicate(), x._spec)
+        if local is not x._local_tensor:
+            x._local_tensor.copy_(local)
     after_write(x)
 
 
@@ -101,7 +101,7 @@ def check_writable(x: ShardTensor) -> None:
 
 
 def after_write(x: ShardTensor) -> None:
-    """Carry an in-place write into a copied view on to the tensor it views, and count it, so that a backward that saved the shard refuses."""
+    """Carry a write into a copied view on to the tensor it views, and count it: a backward that saved the shard refuses."""
     local = x._local_tensor
     if not local.is_inference() and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(local)

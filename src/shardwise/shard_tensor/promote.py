@@ -80,12 +80,12 @@ def weight_operand(value: Tensor | None, spec: ShardTensorSpec) -> tuple[Tensor 
 
     Returns the tensor to use and, if its gradient is a pending sum, its use: backward must return `contributed(use, summand)`.
     """
-    if value is not None and type(value) in _PLAIN and value.requires_grad and value.is_leaf and torch.is_grad_enabled():
-        if averaging.owns is None and not torch.compiler.is_compiling():
-            dims = summed_dims((spec,))
-            use, last, _ = _use(value, spec.mesh, dims) if dims else (None, None, None)
-            if last is not None and not use.at_once:
-                return last, use
+    recorded = value is not None and type(value) in _PLAIN and value.requires_grad and value.is_leaf and torch.is_grad_enabled()
+    dims = summed_dims((spec,)) if recorded else ()
+    if dims and averaging.owns is None and not torch.compiler.is_compiling():
+        use, last, _ = _use(value, spec.mesh, dims)
+        if last is not None and not use.at_once:
+            return last, use
     return plain_operand(value, (spec,)), None
 
 

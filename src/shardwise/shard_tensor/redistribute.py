@@ -167,6 +167,3 @@ def moved_bytes(source: ShardTensorSpec, target: ShardTensorSpec) -> int:
         overlap = box_overlap(want, own)
         largest = max(largest, _numel(want) - _numel(overlap))
     return total + size * largest
-
-
-

@@ -40,7 +40,7 @@ IDENTITY_FUNCTIONS = {
 setters: list[tuple[Callable, Callable]] = []
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-ShardTensor: type  # set by tensor.py, which imports this module first
+ShardTensor: type = type(None)  # set by tensor.py, which imports this module first
 
 
 class Settings(threading.local):

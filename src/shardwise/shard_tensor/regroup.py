@@ -8,6 +8,7 @@ rows are rebalanced first; where the sharded dim does not lead, the shard moves 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm, prod
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -108,4 +109,4 @@ def _on_borders(blocks: Sequence[int], unit: int, total: int) -> tuple[int, ...]
         row += size
         borders.append(min(total, (row + unit // 2) // unit * unit))
     borders[-1] = total
-    return tuple(stop - start for start, stop in zip(borders, borders[1:], strict=False))
+    return tuple(stop - start for start, stop in pairwise(borders))

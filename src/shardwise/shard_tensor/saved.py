@@ -29,9 +29,7 @@ def write_items(fqn: str, tensor) -> list[WriteItem]:
     chunk = _chunk(spec)
     if _silent(spec):
         return []
-    data = TensorWriteData(
-        chunk=chunk, properties=TensorProperties.create_from_tensor(tensor._local_tensor), size=torch.Size(spec.shape)
-    )
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(tensor._local_tensor), size=torch.Size(spec.shape))
     return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 

@@ -39,7 +39,9 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Check one placement per mesh dim and turn negative `Shard` dims into positive ones."""
     if len(placements) != mesh.ndim:
-        raise ValueError(f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {mesh}: give one for each mesh dim")
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} dims {mesh}: give one for each mesh dim"
+        )
     result: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Shard):

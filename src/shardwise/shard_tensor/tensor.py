@@ -51,9 +51,7 @@ class ShardTensor(torch.Tensor):
             spec = spec.with_dtype(dtype)
         if dtype.is_complex and local_tensor.is_conj():  # a flag of the shard that the wrapper could not show
             local_tensor = local_tensor.resolve_conj()
-        self = _make_wrapper(
-            cls, spec.shape, strides=spec.stride, dtype=dtype, device=local_tensor.device, requires_grad=requires_grad
-        )
+        self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=dtype, device=local_tensor.device, requires_grad=requires_grad)
         self._local_tensor = local_tensor
         self._spec = spec
         return self

@@ -113,9 +113,7 @@ def _layouts(query: Tensor, key: Tensor, value: Tensor, mesh) -> tuple[ShardTens
     q_seq = [i for i, p in enumerate(q_placements) if p == Shard(ndim - 2)]
     k_seq = [i for i, p in enumerate(k_placements) if p == Shard(ndim - 2)]
     if q_seq and k_seq and q_seq != k_seq:  # keys follow the queries
-        k_placements = [
-            q_placements[i] if i in q_seq else Replicate() if p == Shard(ndim - 2) else p for i, p in enumerate(k_placements)
-        ]
+        k_placements = [q_placements[i] if i in q_seq else Replicate() if p == Shard(ndim - 2) else p for i, p in enumerate(k_placements)]
     q_spec = _spec(query, q_placements, mesh)
     k_spec = _spec(key, k_placements, mesh)
     heads = ndim - 3

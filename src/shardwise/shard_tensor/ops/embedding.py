@@ -94,7 +94,9 @@ def embedding_dense_backward(op, args, kwargs):
     if gspec is None or gspec.sizes[-1] is not None:
         raise MissingShardPatch("embedding_dense_backward with split features", "only whole features are supported here", "use F.embedding")
     local_grad = redistribute(grad, gspec)._local_tensor
-    ispec = operand_spec(indices, ShardTensorSpec(spec.mesh, spec.placements, tuple(indices.shape), spec.sizes[:-1], indices.dtype), indices.ndim)
+    ispec = operand_spec(
+        indices, ShardTensorSpec(spec.mesh, spec.placements, tuple(indices.shape), spec.sizes[:-1], indices.dtype), indices.ndim
+    )
     local_indices = redistribute(indices, ispec)._local_tensor
     local = op(local_grad, local_indices, *rest)
     placements = tuple(Partial() if isinstance(p, Shard) else p for p in spec.placements)

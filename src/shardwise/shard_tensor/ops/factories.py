@@ -24,9 +24,7 @@ def like(op, args, kwargs):
     return ShardTensor(local, spec)
 
 
-@shard_rule(
-    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, aten.new_empty_strided.default
-)
+@shard_rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, aten.new_empty_strided.default)
 def new(op, args, kwargs):
     """Of another shape: replicated, unless it is the argument's own shape. Communication: none."""
     x, shape = args[0], tuple(args[1])
@@ -40,4 +38,6 @@ def new(op, args, kwargs):
     rest = args[2:]
     if op is aten.new_empty_strided.default:
         op, rest = aten.new_empty.default, ()
-    return ShardTensor(op(x._local_tensor, local_shape, *rest, **kwargs), out.contiguous() if out.stride != contiguous_stride(shape) else out)
+    return ShardTensor(
+        op(x._local_tensor, local_shape, *rest, **kwargs), out.contiguous() if out.stride != contiguous_stride(shape) else out
+    )

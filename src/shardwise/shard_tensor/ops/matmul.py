@@ -143,7 +143,9 @@ def _product(a: Tensor, b: Tensor, local_op) -> ShardTensor:
     left, right, names = _matmul_letters(a, b)
     contraction = plan((a, b), (left, right))
     local = local_op(*local_operands(contraction, (a, b)))
-    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + (a.shape[-2:-1] if a.ndim > 1 else ()) + (b.shape[-1:] if b.ndim > 1 else ())
+    shape = (
+        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + (a.shape[-2:-1] if a.ndim > 1 else ()) + (b.shape[-1:] if b.ndim > 1 else ())
+    )
     return from_local(local, contraction.result(names, shape, local.dtype))
 
 
@@ -260,5 +262,3 @@ def added_product_rule(op, args, kwargs):
 def linear_rule(op, args, kwargs):
     """Reached when a compiled graph or a library calls the operator itself. Communication: as `F.linear`."""
     return linear(*args, **kwargs)
-
-

@@ -124,7 +124,9 @@ def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
         if isinstance(a, ShardTensor):
             if spec is None:
                 spec = a._spec
-            elif spec is not a._spec and (spec.sizes != a._spec.sizes or spec.placements != a._spec.placements or spec.shape != a._spec.shape):
+            elif spec is not a._spec and (
+                spec.sizes != a._spec.sizes or spec.placements != a._spec.placements or spec.shape != a._spec.shape
+            ):
                 return spec, False
         elif isinstance(a, Tensor | list | tuple):
             return spec, False

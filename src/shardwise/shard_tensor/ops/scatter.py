@@ -292,10 +292,7 @@ def setitem(self: Tensor, key, value):
     return None
 
 
-_POINTWISE_IN_PLACE = [
-    Tensor.copy_, Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.mul_, Tensor.__imul__, Tensor.div_,
-    Tensor.__itruediv__, Tensor.masked_fill_,
-]  # fmt: skip
+_POINTWISE_IN_PLACE = [Tensor.copy_, Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.masked_fill_]
 
 
 def _pointwise_into_plain(func, args, kwargs):

@@ -7,6 +7,7 @@ sharded dim does not lead its run (the shard moves), and where one row of a shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -15,7 +16,7 @@ from shardwise.shard_tensor.fallback import after_write, mark_copied
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table, shard_rule
 from shardwise.shard_tensor.regroup import complete_shape, view_specs
-from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
+from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, needs_grad
 
 aten = torch.ops.aten
@@ -126,9 +127,7 @@ def unsqueeze(op, args, kwargs):
     def make():
         shape = [*spec.shape[:dim], 1, *spec.shape[dim:]]
         inner = spec.shape[dim] * spec.stride[dim] if dim < spec.ndim else 1
-        return spec.with_dims(
-            shape, [*range(dim), None, *range(dim, spec.ndim)], (*spec.stride[:dim], inner, *spec.stride[dim:])
-        )
+        return spec.with_dims(shape, [*range(dim), None, *range(dim, spec.ndim)], (*spec.stride[:dim], inner, *spec.stride[dim:]))
 
     return _same_memory(ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make)), x)
 
@@ -152,9 +151,7 @@ def expand(op, args, kwargs):
     grown = [d for d in range(x._spec.ndim) if x._spec.shape[d] == 1 and size[d + shift] not in (1, -1)]
     local, spec = _without_shards(x, grown)
     shape = tuple(spec.shape[i - shift] if n == -1 else n for i, n in enumerate(size))
-    stride = tuple(
-        0 if i < shift or (spec.shape[i - shift] == 1 and shape[i] != 1) else spec.stride[i - shift] for i in range(len(shape))
-    )
+    stride = tuple(0 if i < shift or (spec.shape[i - shift] == 1 and shape[i] != 1) else spec.stride[i - shift] for i in range(len(shape)))
     out = spec.with_dims(shape, [None] * shift + list(range(spec.ndim)), stride)
     for d in range(spec.ndim):
         if spec.sizes[d] is None and shape[d + shift] != spec.shape[d] and spec.shape[d] != 1:
@@ -233,9 +230,7 @@ def select(op, args, kwargs):
     if x._spec.sizes[dim] is None:
         spec = x._spec
         kept = [d for d in range(spec.ndim) if d != dim]
-        out = spec.cached(
-            ("select", dim), lambda: spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
-        )
+        out = spec.cached(("select", dim), lambda: spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept)))
         return _same_memory(ShardTensor(x._local_tensor.select(dim, index), out), x)
     row = sliced(x, dim, index, index + 1)
     local, spec = _without_shards(row, [dim])
@@ -265,7 +260,7 @@ def slice_backward(op, args, kwargs):
     rows = _remembered(spec, tuple(shape), dim, spec.placements)
     if rows is None or tuple(map(len, rows_kept(rows, start, stop, step))) != blocks:
         cuts = [0, *(start + border * step if border < spec.shape[dim] else shape[dim] for border in borders[1:-1]), shape[dim]]
-        rows = tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+        rows = tuple(b - a for a, b in pairwise(cuts))
     sizes = (*spec.sizes[:dim], rows, *spec.sizes[dim + 1 :])
     out = ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype)
     me = spec.block_index(dim, spec.coordinate)
@@ -287,9 +282,7 @@ def select_backward(op, args, kwargs):
         axes = tuple(i for i, p in enumerate(placements) if p == Shard(dim))
         if any(not isinstance(spec.placements[i], Replicate) for i in axes):
             continue
-        merged = tuple(
-            p if i in axes else _shifted(spec.placements[i], dim) for i, p in enumerate(placements)
-        )
+        merged = tuple(p if i in axes else _shifted(spec.placements[i], dim) for i, p in enumerate(placements))
         sizes = (*spec.sizes[:dim], rows, *spec.sizes[dim:])
         out = ShardTensorSpec(spec.mesh, merged, shape, sizes, spec.dtype)
         start, stop = out.box()[dim]
@@ -364,92 +357,6 @@ def view_as_complex(op, args, kwargs):
     result = op(local.contiguous() if local.stride()[-1] != 1 else local)
     out = spec.with_dims(spec.shape[:-1], range(spec.ndim - 1), tuple(s // 2 for s in spec.stride[:-1]), result.dtype)
     return ShardTensor(result, out)
-
-
-# ---------------------------------------------------------------------- joining
-
-
-@shard_rule(aten.cat.default)
-def cat(op, args, kwargs):
-    """Along an unsharded dim the operands take the layout of the largest. Along a sharded dim each rank gets the rows of the
-    result that `torch.chunk` would give it."""
-    tensors, dim = (*args, 0)[:2]
-    tensors = [x for x in tensors if x.ndim != 1 or x.shape[0] != 0] or tensors[:1]
-    dim %= tensors[0].ndim
-    largest = max((x for x in tensors if isinstance(x, ShardTensor)), key=lambda x: x._spec.numel)
-    base = largest._spec.gradient()
-    total = sum(x.shape[dim] for x in tensors)
-    shape = (*base.shape[:dim], total, *base.shape[dim + 1 :])
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    if base.sizes[dim] is None:
-        out = ShardTensorSpec(base.mesh, base.placements, shape, base.sizes, dtype)
-        parts = [_laid(x, base) for x in tensors]
-        return ShardTensor(op(parts, dim), out)
-    return _cat_sharded(tensors, dim, base, shape, dtype)
-
-
-def _laid(x, base: ShardTensorSpec) -> torch.Tensor:
-    """The shard of `x` in the layout of `base`, whatever its size along unsharded dims."""
-    shape = tuple(x.shape)
-    want = ShardTensorSpec(base.mesh, base.placements, shape, base.sizes, x.dtype)
-    if isinstance(x, ShardTensor):
-        return redistribute_local(x._local_tensor, x._spec, want)
-    return redistribute_local(x, want.replicate(), want)
-
-
-def _cat_sharded(tensors, dim: int, base: ShardTensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> ShardTensor:
-    """Rows stay where they are if that keeps their order; else they go where `torch.chunk` of the result puts them."""
-    ranks = len(base.sizes[dim])
-    pieces = _pieces_in_place(tensors, dim, base, ranks)
-    if pieces is None:
-        blocks = ShardTensorSpec.chunked(base.mesh, base.placements, shape, dtype).sizes[dim]
-        borders = [sum(blocks[:i]) for i in range(ranks + 1)]
-        pieces, start = [], 0
-        for x in tensors:
-            stop = start + x.shape[dim]
-            pieces.append(tuple(max(0, min(borders[i + 1], stop) - max(borders[i], start)) for i in range(ranks)))
-            start = stop
-    sizes = (*base.sizes[:dim], tuple(map(sum, zip(*pieces, strict=True))), *base.sizes[dim + 1 :])
-    out = ShardTensorSpec(base.mesh, base.placements, shape, sizes, dtype)
-    parts = []
-    for x, mine in zip(tensors, pieces, strict=True):
-        want = ShardTensorSpec(base.mesh, base.placements, tuple(x.shape), (*base.sizes[:dim], mine, *base.sizes[dim + 1 :]), x.dtype)
-        have = x._spec if isinstance(x, ShardTensor) else want.replicate()
-        parts.append(redistribute_local(x._local_tensor if isinstance(x, ShardTensor) else x, have, want))
-    return ShardTensor(aten.cat.default(parts, dim), out)
-
-
-def _pieces_in_place(tensors, dim: int, base: ShardTensorSpec, ranks: int) -> list[tuple[int, ...]] | None:
-    """Rows of each operand on each rank if all stay in place: those of a replicated operand join the rank of the rows before
-    them (of the rows after them at the start). None where the ranks of successive operands would overlap."""
-    blocks = [
-        x._spec.sizes[dim] if isinstance(x, ShardTensor) and x._spec.mesh_dims_of(dim) == base.mesh_dims_of(dim) else None for x in tensors
-    ]
-    held = [[i for i, n in enumerate(b) if n] for b in blocks if b is not None and any(b)]
-    if not held or any(a[-1] > b[0] for a, b in zip(held, held[1:], strict=False)):
-        return None
-    if any(b is None and isinstance(x, ShardTensor) and x._spec.sizes[dim] is not None for b, x in zip(blocks, tensors, strict=True)):
-        return None
-    pieces, at = [], held[0][0]
-    for x, own in zip(tensors, blocks, strict=True):
-        if own is None:
-            own = tuple(x.shape[dim] if i == at else 0 for i in range(ranks))
-        elif any(own):
-            at = max(i for i, n in enumerate(own) if n)
-        pieces.append(own)
-    return pieces
-
-
-@shard_rule(aten.stack.default)
-def stack(op, args, kwargs):
-    tensors, dim = (*args, 0)[:2]
-    dim %= tensors[0].ndim + 1
-    base = max((x for x in tensors if isinstance(x, ShardTensor)), key=lambda x: len(x._spec.sharded_mesh_dims))._spec.gradient()
-    local = op([_laid(x, base) for x in tensors], dim)
-    shape = (*base.shape[:dim], len(tensors), *base.shape[dim:])
-    return ShardTensor(local, base.with_dims(shape, [*range(dim), None, *range(dim, base.ndim)], contiguous_stride(shape), local.dtype))
 
 
 # ---------------------------------------------------------------------- the short way, where nothing is recorded
