@@ -50,18 +50,50 @@ SAMPLES = [
     several("irfft2", lambda x: [fft.irfft2(fft.rfft2(x, dim=(0, 1)), s=x.shape[:2], dim=(0, 1))]),
     several("hfft2 and ihfft2", lambda x: [fft.hfft2(x, s=(4, 4), dim=(0, 1)), fft.ihfft2(x, dim=(1, 2))]),
     several("fftshift", lambda x: [fft.fftshift(x), fft.ifftshift(x, dim=(0,)), fft.ifftshift(fft.fftshift(x, 1), 1)]),
-    Sample(name="parts of a spectrum", function=lambda x: (
-        *(f(fft.fft(x, dim=0)) for f in (torch.real, torch.imag, torch.abs, lambda z: z.real, lambda z: z.imag)), fft.fft(x, dim=1).real + x,
-    ), inputs=X, split="nc"),
-    Sample(name="angle of a spectrum", function=lambda x: (torch.angle(fft.fft(x, dim=0)).cos(), fft.fft(x, dim=0).angle().cos()), inputs=X, split="nc",
-           grads=False),
+    Sample(
+        name="parts of a spectrum",
+        function=lambda x: (
+            *(f(fft.fft(x, dim=0)) for f in (torch.real, torch.imag, torch.abs, lambda z: z.real, lambda z: z.imag)),
+            fft.fft(x, dim=1).real + x,
+        ),
+        inputs=X,
+        split="nc",
+    ),
+    Sample(
+        name="angle of a spectrum",
+        function=lambda x: (torch.angle(fft.fft(x, dim=0)).cos(), fft.fft(x, dim=0).angle().cos()),
+        inputs=X,
+        split="nc",
+        grads=False,
+    ),
     Sample(name="lowest modes of a spectrum", function=lowest_modes, inputs=(T("inc"), T("ii")), split="nc", plain=(1,)),
-    Sample(name="complex numbers", function=reals(lambda x, y: [
-        torch.complex(x, y).conj() * torch.polar(x.abs(), y), torch.complex(x, y).conj().sum(0), torch.complex(x, y).mH @ torch.complex(x, y),
-        torch.complex(x, y).conj().imag, torch.complex(x, y).cumsum(0), torch.complex(x, y).conj().flip(0),
-    ]), inputs=(T("nc"), T("nc")), split="nc"),
-    Sample(name="aten transforms", function=reals(lambda x: [
-        aten._fft_r2c.default(x, [0], 0, True), aten._fft_c2c.default(torch.complex(x, x), [1], 0, True),
-        aten._fft_c2r.default(torch.complex(x, x * 0), [2], 0, 4), aten._neg_view.default(x),
-    ]), inputs=X, split="nc", grads=False),
-]  # fmt: skip
+    Sample(
+        name="complex numbers",
+        function=reals(
+            lambda x, y: [
+                torch.complex(x, y).conj() * torch.polar(x.abs(), y),
+                torch.complex(x, y).conj().sum(0),
+                torch.complex(x, y).mH @ torch.complex(x, y),
+                torch.complex(x, y).conj().imag,
+                torch.complex(x, y).cumsum(0),
+                torch.complex(x, y).conj().flip(0),
+            ]
+        ),
+        inputs=(T("nc"), T("nc")),
+        split="nc",
+    ),
+    Sample(
+        name="aten transforms",
+        function=reals(
+            lambda x: [
+                aten._fft_r2c.default(x, [0], 0, True),
+                aten._fft_c2c.default(torch.complex(x, x), [1], 0, True),
+                aten._fft_c2r.default(torch.complex(x, x * 0), [2], 0, 4),
+                aten._neg_view.default(x),
+            ]
+        ),
+        inputs=X,
+        split="nc",
+        grads=False,
+    ),
+]
