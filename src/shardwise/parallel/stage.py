@@ -5,6 +5,7 @@ Names of parameters stay those of the whole model.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ def embedding_name(model: PreTrainedModel) -> str:
 
 
 def build_meta(config: Any) -> PreTrainedModel:
-    """The model of a `transformers` config on the meta device, attention going through `shardwise.parallel.attention`."""
+    """The model of a `transformers` config on the meta device, with a config of its own."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
