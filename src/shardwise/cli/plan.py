@@ -24,6 +24,8 @@ Flops = Annotated[
 ]
 Spatial = Annotated[bool, typer.Option("--spatial-params", help="of a traced module: shard parameters as large as the grid")]
 
+ANY_LAYOUT = ("C16", "R1", "R11")  # rules about sequence length, number format and GPU, which no layout changes
+
 
 def plan(
     layout: opt.Words = None,
@@ -54,7 +56,7 @@ def plan(
     --model: the ddp x domain split of any traced module.
     """
     from shardwise.cli.inputs import counts_in_range, framework_name, read_all, read_cluster, read_layout, read_model, read_source
-    from shardwise.errors import InputError
+    from shardwise.errors import InputError, LayoutError
 
     counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top)
     if parameters is not None or activation_gib is not None or grid is not None:
@@ -87,6 +89,9 @@ def plan(
     space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
     judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules)
+    hopeless = [each for each in judge(base) if each.severity == "error" and each.rule in ANY_LAYOUT]
+    if hopeless:
+        raise LayoutError(hopeless)
     result = search(estimator, base, space, judge=judge, top=top, uneven=rules != "torchtitan")
     reason = None
     if why_not:
