@@ -394,6 +394,19 @@ def test_no_layout_crashes_check(capsys: pytest.CaptureFixture[str], words: list
     assert ("error" in answer) == (code == 2)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.tuples(KEYS, VALUES).map("=".join), min_size=1, max_size=5),
+    command=st.sampled_from(["min-gpus", "export --to slurm", "export --to torchtitan", "export --to megatron-lm", "diff"]),
+    gpus=st.sampled_from([[], ["--gpus", "8"], ["--gpus", "96"]]),
+)
+def test_no_layout_crashes_the_other_commands(capsys: pytest.CaptureFixture[str], words: list[str], command: str, gpus: list[str]) -> None:
+    name, *options = command.split()
+    given_words = [" ".join(words), "tp=2 pp=2"] if name == "diff" else words
+    code, out, _ = run(capsys, name, *options, *gpus, "--json", *given_words)
+    assert code in (0, 1, 2) and ("error" in json.loads(out)) == (code == 2)
+
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 512,
