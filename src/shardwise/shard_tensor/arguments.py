@@ -9,11 +9,17 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input"
 
 
 def torch_names(handler: Callable) -> Callable:
-    """`handler` called with the names of torch where NumPy's were given (`axis`, `keepdims`, `x`), as torch accepts both."""
+    """`handler` called with the names of torch where NumPy's were given (`axis`, `keepdims`, `x`), as torch accepts both.
+
+    With `out=` the call goes on to the operator below, which writes it.
+    """
 
     @wraps(handler)
     def named(*args, **kwargs):
         if kwargs:
+            if kwargs.get("out") is not None:
+                return NotImplemented
+            kwargs.pop("out", None)
             kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         return handler(*args, **kwargs)
 

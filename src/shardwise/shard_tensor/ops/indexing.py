@@ -132,6 +132,9 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> ShardTensor:
     x = sharded(x, [t for t in (x, *places) if isinstance(t, ShardTensor)])
     shape = torch.broadcast_shapes(*(tuple(p.shape) for p in places))
     split = [dim for dim in dims if x._spec.sizes[dim] is not None]
+    if split and torch.compiler.is_compiling():  # who asks whom depends on data
+        x = redistribute(x, x._spec.replicate([axis for dim in split for axis in x._spec.mesh_dims_of(dim)]))
+        split = []
     if len(dims) == 1 and split and shape:
         return _ask_owners(x, dims[0], places[0])
     if not split:
@@ -314,6 +317,7 @@ _index = index
 
 
 @shard_function(torch.take, Tensor.take)
+@torch_names
 def take(input: Tensor, index: Tensor):
     """Elements by their row-major number. Communication: as `index` of the flattened tensor."""
     return _index(input.reshape(-1), [index])

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardwise.collectives import functional as comm
 from shardwise.shard_tensor.adopt import part_of, sharded, whole_value
+from shardwise.shard_tensor.arguments import torch_names
 from shardwise.shard_tensor.fallback import fallback_rule
 from shardwise.shard_tensor.halo import dim_group
 from shardwise.shard_tensor.reduction_plan import extreme_over_ranks, highest, lowest, spec_group
@@ -82,6 +83,7 @@ def select_masked(x: ShardTensor, mask: Tensor, first: int) -> ShardTensor:
 
 
 @shard_function(torch.masked_select, Tensor.masked_select)
+@torch_names
 def masked_select(input: Tensor, mask: Tensor):
     """Communication: as `x[mask]`."""
     one = [t for t in (input, mask) if isinstance(t, ShardTensor)]

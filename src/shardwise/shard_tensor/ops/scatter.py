@@ -195,12 +195,19 @@ def index_put(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, a
     first = source.index(None) if None in source else 0
     result_shape = [spec.shape[d] if d is not None else None for d in source]
     result_shape[first : first + len(shape)] = shape
+    if torch.compiler.is_compiling():  # what falls into the shard depends on data
+        whole = [t.full_tensor() if isinstance(t, ShardTensor) else t for t in (x, values)]
+        key = [None] * spec.ndim
+        for dim, place in zip(dims, places, strict=True):
+            key[dim] = place
+        local = aten.index_put.default(whole[0], key, whole[1], accumulate)
+        return redistribute(from_local(local, spec.replicate()), spec)
     inside, shifted = own_places(spec, dims, places, shape)
     mine = inside.reshape(-1).nonzero()[:, 0]
     values = _placed(values, x, source, tuple(result_shape), [axis for dim in dims for axis in spec.mesh_dims_of(dim)])
     values = values.flatten(first, first + len(shape) - 1) if shape else values.unsqueeze(first)
     values = values.index_select(first, mine)
-    key: list[Tensor | None] = [None] * spec.ndim
+    key = [None] * spec.ndim
     for dim, place in zip(dims, shifted, strict=True):
         key[dim] = place.reshape(-1)[mine]
     return from_local(aten.index_put.default(to_local(x), key, values, accumulate), spec)
