@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.render import gib, print_lines, print_table, seconds
-from shardwise.spec import grammar, pipeline_layout
+from shardwise.spec import grammar
 
 if TYPE_CHECKING:
     from shardwise.errors import Finding
@@ -136,7 +136,3 @@ def print_time(time: StepTimeEstimate) -> None:
     rows.append(("step", seconds(time.seconds), ""))
     print_table("Step time", ("term", "time", "share"), rows)
     print_lines([f"{time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {time.tflops_per_gpu:.0f} model TFLOP/s/GPU, MFU {time.mfu:.1%}", ""])
-
-
-def stages_text(layout: Layout) -> str:
-    return pipeline_layout.unparse(layout.pipeline_layout) if layout.pipeline_layout else ""
