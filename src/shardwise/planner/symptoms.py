@@ -1,7 +1,8 @@
 """Symptom, cause, remedy: reads a log beside a layout and ranks what explains it.
 
-One row per symptom: allocated against reserved, which stage, state or activations, first step or later. Scores order causes; they are not probabilities. Remedies are tried with the estimator: what each frees on the
-heaviest rank, what it costs in step time, and whether the run would then fit.
+One row per symptom: allocated against reserved, which stage, state or activations, first step or later. Scores order causes;
+they are not probabilities. Remedies are tried with the estimator: what each frees on the heaviest rank,
+what it costs in step time, and whether the run would then fit.
 """
 
 from __future__ import annotations
