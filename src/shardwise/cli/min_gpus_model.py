@@ -56,7 +56,8 @@ def report(
         print_lines([f"layout: {short(plan.layout)}", ""])
         print_memory(plan.memory)
     rows = [(world.gpus, gib(world.least_gib), "yes" if world.fits else "no", world.constraint) for world in certificate.worlds[-12:]]
-    print_table("Least memory any layout needs (above one node: whole nodes)", ("GPUs", "GiB/GPU", "fits", "what binds"), rows, text=(2, 3), wrap=(3,))
+    title = "Least memory any layout needs (above one node: whole nodes)"
+    print_table(title, ("GPUs", "GiB/GPU", "fits", "what binds"), rows, text=(2, 3), wrap=(3,))
     return OK if plan else FINDING
 
 
