@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,13 @@ def parallelize_model(
     device: torch.device,
     balance: Balance | None = None,
     source: Mapping[str, Tensor] | None = None,
+    fill: Callable[..., None] = materialize,
 ) -> ParallelModel:
     """Build what this rank holds of the model of a `transformers` config.
 
     seed: initial weights depend on it alone, not on the layout. source: whole tensors by name to take weights from instead. balance:
-    auxiliary router losses. Communication: process groups of shared key heads, FSDP's first gather. Raises `ModelError` when a module
-    cannot be split as the layout says.
+    auxiliary router losses. fill: gives the cut and split meta model its weights. Communication: process groups of shared key heads, FSDP's
+    first gather. Raises `ModelError` when a module cannot be split as the layout says.
     """
     attention.register()
     layout = topology.layout
@@ -82,7 +83,7 @@ def parallelize_model(
         cut(model, stage)
         held = _held(model, whole)
         _split(model, roles, topology, tp, held)
-        materialize(model, whole, held, seed=seed, device=device, source=source)
+        fill(model, whole, held, seed=seed, device=device, source=source)
         model.train()
         watch_routers(model, roles, routers)
         apply_recompute(model, layout.recompute)
