@@ -32,8 +32,8 @@ from shardwise.spec.blocks import Attention, Mla
 GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "memory", "permute", "quantise", "scan", "accumulate")
 PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention", "network")
 EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hidden")
-LOSS_SCALE = 0.08
-PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.2, "release": 0.1, "link": 0.15, "exposed": 0.4}
+LOSS_SCALE = 0.12
+PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.3, "release": 0.12, "link": 0.15, "exposed": 0.4}
 WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5, "network": 1.5}  # priors of these are wider by the factor
 
 Tables = dict[str, Any]

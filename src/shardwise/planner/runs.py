@@ -187,7 +187,7 @@ def _sharding(text: str, source: Source, framework: str) -> dict[str, Any]:
     if "shard_grad_op" in word:
         return {"sharding": "fsdp2", "reshard_after_forward": False}
     if "fsdp" in word:
-        return {"sharding": "megatron_fsdp" if framework in ("megatron-bridge", "megatron-lm") else "fsdp2"}
+        return {"sharding": "megatron_fsdp" if framework.startswith("megatron") else "fsdp2"}
     if "zero3" in word:
         return {"sharding": "fsdp2"}
     if "dist-opt" in word or "zero1" in word:
@@ -211,7 +211,7 @@ def _from_notes(row: Row, framework: str) -> dict[str, Any]:
         fields["dispatcher"] = "alltoall"
     if re.search(r"deepep|_flex_|type=flex", notes, re.I) or "flex" in row.get("model_name", ""):
         fields["dispatcher"] = "deepep"
-    if "HybridEP" in notes or (framework == "megatron-bridge" and re.match(r"GB", row.get("gpu_type", ""))):
+    if "HybridEP" in notes or (framework.startswith("megatron-bridge") and re.match(r"GB", row.get("gpu_type", ""))):
         fields["dispatcher"] = "hybridep"
     if re.search(r"tokendrop|token drop|capacity factor 1", notes) and "natural" not in notes:
         fields["capacity_factor"] = 1.0
@@ -265,7 +265,7 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         vpp, schedule = 1, "1f1b"
     fields.update(_from_notes(row, framework))
     spans = ep * etp > 8 and not re.match(r"GB", row.get("gpu_type", ""))
-    if framework == "megatron-bridge" and fields.get("dispatcher") == "deepep" and spans and (pp == 1 or vpp > 1):
+    if framework.startswith("megatron-bridge") and fields.get("dispatcher") == "deepep" and spans and (pp == 1 or vpp > 1):
         fields["overlap_moe"] = True  # what its recipes switch on where experts span nodes
     words = _pipeline_words(model, notes, pp, vpp)
     if words:
