@@ -1,7 +1,7 @@
 """One training step of a ViT and a ConvNet split over ranks: seconds and bytes, side by side with the reference implementation.
 
     torchrun --nproc-per-node 4 benchmarks/training_step.py
-    torchrun --nproc-per-node 4 benchmarks/training_step.py --reference      # needs nvidia-physicsnemo beside shardwise; on CPUs ConvNet only
+    torchrun --nproc-per-node 4 benchmarks/training_step.py --reference      # needs nvidia-physicsnemo; on CPUs ConvNet only
 
 Steps of both libraries alternate in the same processes, so both see the same machine. Bytes are those that the loopback interface
 carries, which counts everything that local gloo ranks send, of both alike; run it alone in a network namespace:
