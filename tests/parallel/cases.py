@@ -50,12 +50,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", **_SIZES, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **_SIZES, **_MLA, "n_group": 2, "topk_group": 1},
 }  # fmt: skip
+# families whose plans or attention have something of their own, with the layouts that show it
+SPECIAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "deepseek_v2": (
+        {"model_type": "deepseek_v2", **_SIZES, **_MLA, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+        ("tp=2 sp=true ep=2", "cp=2"),
+    ),
+    "qwen2_moe": (
+        {
+            "model_type": "qwen2_moe", **_SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1,
+        },
+        ("tp=2 sp=true ep=2",),
+    ),
+    "gpt2": (
+        {
+            "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+        ("pp=2", "cp=2", "tp=2"),
+    ),
+    "gemma2": ({"model_type": "gemma2", **_SIZES, "head_dim": 8, "sliding_window": 5}, ("tp=2 sp=true", "pp=2")),
+    "gemma3_text": (
+        {
+            "model_type": "gemma3_text", **_SIZES, "head_dim": 8, "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        ("pp=2", "cp=2"),
+    ),
+    "phi3": ({"model_type": "phi3", **_SIZES}, ("tp=2 sp=true",)),
+    "gpt_oss": (
+        {"model_type": "gpt_oss", **_SIZES, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        ("tp=2 sp=true ep=2", "pp=2"),
+    ),
+}  # fmt: skip
 DENSE = ("llama", "qwen3", "gemma")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
 
 
 def config(family: str, **changes: Any) -> Any:
-    return transformers_config({**FAMILIES[family], **changes})
+    fields = FAMILIES[family] if family in FAMILIES else SPECIAL[family][0]
+    return transformers_config({**fields, **changes})
 
 
 def samples(step: int, *, gbs: int, length: int, packed: bool = False, vocab: int = VOCAB) -> Samples:

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "validate": ("shardwise.cli.validate", "validate", "predict the runs of a table and report the error"),
     "train": ("shardwise.cli.train", "train", "train a recipe under a layout"),
     "verify": ("shardwise.cli.verify", "verify", "a recipe under a layout and in one process, compared"),
+    "rehearse": ("shardwise.cli.rehearse", "rehearse", "the real training step on a fake cluster: memory and messages of every stage"),
     "export-weights": ("shardwise.cli.train", "export_weights", "write the weights of a checkpoint as Hugging Face safetensors"),
     "recipes": ("shardwise.cli.recipes", "recipes", "the recipes, and the keys of overrides"),
     "demo": ("shardwise.cli.demo", "demo", "plan, train two plain models on local CPU ranks, compare with one process"),

@@ -55,11 +55,15 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of [B, heads, local rows, width] over the whole sequence; returns [B, local rows, heads, width]."""
-    if softcap is not None or s_aux is not None or dropout or attention_mask is not None:
-        raise NotImplementedError(
-            "attention with soft-capped scores, sinks, dropout or an explicit mask is not split: see docs/training.md"
-        )
     split = sequence_split
+    alone = split is None or (split.topology.layout.cp == 1 and split.segments is None)
+    if dropout or attention_mask is not None or not (alone or (softcap is None and s_aux is None)):
+        what = "attention dropout, an explicit mask, or soft caps and sinks over a split or packed sequence"
+        raise NotImplementedError(f"{what} is not supported: see docs/training.md")
+    if softcap is not None or s_aux is not None:
+        if s_aux is not None and split is not None and s_aux.numel() != query.shape[1]:
+            s_aux = s_aux.chunk(split.topology["tp"].size)[split.topology["tp"].rank]
+        return _plain(query, key, value, scaling, sliding_window, softcap, s_aux).transpose(1, 2).contiguous(), None
     gqa = query.shape[1] != key.shape[1]
     if split is None or (split.topology.layout.cp == 1 and split.segments is None and sliding_window is None):
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
@@ -67,6 +71,21 @@ def attention(
     window = None if sliding_window is None else (sliding_window - 1, None)
     options: dict[str, Any] = {"causal": True, "scale": scaling, "window": window, "enable_gqa": True}
     return _over_ranks(query, key, value, split, options).transpose(1, 2).contiguous(), None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention with what fused kernels lack: scores capped by `softcap * tanh(score / softcap)`, and one sink per head, a further
+    score that takes weight and gives nothing."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    seen = (distance >= 0) & (distance < (window or k.shape[2]))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.float().softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, split: SequenceSplit, options: dict[str, Any]) -> Tensor:

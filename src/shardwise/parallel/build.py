@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+from shardwise.errors import ModelError
 from shardwise.parallel import attention
 from shardwise.parallel.experts import Dispatch, split_experts
 from shardwise.parallel.part import Held, Part
@@ -134,6 +135,8 @@ def _split(model: PreTrainedModel, roles: Roles, topology: Topology, tp: TensorG
     if tp is None:
         return
     blocks = {path: children for path, children in roles.blocks.items() if any(name.startswith(f"{path}.") for name in held)}
+    if tp.sequence:
+        _refuse_unknown_attention(model, blocks)
     for path, children in blocks.items():
         split_block(model.get_submodule(path), path, children, tp, held, config)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -152,6 +155,16 @@ def _split(model: PreTrainedModel, roles: Roles, topology: Topology, tp: TensorG
     for name, info in held.items():
         if name.startswith(inside) and info.part.local_shape == info.part.shape and not info.expert:
             info.copies = layout.tp
+
+
+def _refuse_unknown_attention(model: PreTrainedModel, blocks: Container[str]) -> None:
+    """Under sequence parallelism an attention block that is not known to be one would attend to this rank's rows only."""
+    path, layers = layer_list(model)
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if hasattr(module, "is_causal") and f"{path}.{index}.{name}" not in blocks:
+                why = "no plan and no known names say how this attention block is split"
+                raise ModelError([f"{path}.{index}.{name} ({type(module).__name__}): {why}. Try: sequence_parallel=false"])
 
 
 def _expert_count(experts: nn.Module) -> int:

@@ -33,8 +33,8 @@ class Elsewhere(nn.Module):
 class NoPositions(nn.Module):
     """An additive embedding of another stage."""
 
-    def forward(self, *_: Any, **__: Any) -> float:
-        return 0.0
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
 
 
 def cut(model: PreTrainedModel, stage: Stage) -> None:

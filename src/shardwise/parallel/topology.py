@@ -88,9 +88,10 @@ def connect(layout: Layout, *, timeout: timedelta | None = None) -> Topology:
     axes = {name: maker.axis(grids[view].group_of(rank, names), name) for name, (view, names) in GROUPS.items()}
     pipeline = axes["pp"].ranks
     ends = (rank,)
-    if len(pipeline) > 1:
-        ends = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) else ends
-        maker.group(ends, "embd")
+    if rank in (pipeline[0], pipeline[-1]) and len(pipeline) > 1:
+        ends = (pipeline[0], pipeline[-1])
+    elif len(pipeline) > 2:
+        maker.another(ends, "embd")  # all ranks make equally many groups
     levels: list[Axis] = []
     if layout.cp_sizes and layout.cp > 1:
         for level in hierarchical_groups(axes["cp"].ranks, layout.cp_sizes):
