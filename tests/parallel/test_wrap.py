@@ -128,3 +128,18 @@ def test_what_cannot_be_wrapped_is_refused_with_every_reason(world):
     assert "dim 5 of 'pos_embed', whose shape is (1, 60, 8)" in str(error.value)
     with pytest.raises(InputError, match="already wrapped"):
         parallelize(nn.Sequential(DistributedDataParallel(build(torch.float32))), world.mesh)
+
+
+@ranks(4, processes=True, timeout=120)
+def test_first_step_of_a_fresh_wrapper_rounds_like_any_later_step(world):
+    """The same batch, weights and layout: the same bits, whether the wrapper has run before or not."""
+    mesh = world.make_mesh((4, 1), ("ddp", "domain"))
+    model = parallelize(build(torch.float32), mesh)
+    x, y = data(torch.float32)
+    gradients = []
+    for _ in range(3):
+        F.mse_loss(model(x[world.rank, None]), y[world.rank, None]).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    for later in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], later, strict=True))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -70,6 +71,7 @@ def parallelize(
     axes = tuple(i for i, name in enumerate(mesh.mesh_dim_names) if name in AXES)
     group = mesh.get_group(axes[0]) if len(axes) == 1 else flat_group(mesh, axes)
     wrapped = DistributedDataParallel(model, process_group=group)
+    _settle_buckets(wrapped)
     if domain > 1:
         owned = {id(p) for p in model.parameters()}
         _average_while_running(wrapped, lambda value: id(value) in owned)
@@ -203,6 +205,37 @@ def _replace(model: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
         return
     sharded = distribute_tensor(table.detach(), mesh, [Shard(dim % table.ndim)])
     setattr(owner, leaf, nn.Parameter(sharded, requires_grad=table.requires_grad))
+
+
+# ---------------------------------------------------------------------- DDP
+
+
+class _Touch(nn.Module):
+    """A module that uses each parameter of another, in order."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.use = parameters
+
+    def forward(self) -> list[Tensor]:
+        return [p.sum() for p in self.use]
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Let DDP arrange its buckets now, once and for all.
+
+    It does so after its first backward, in the order in which gradients came. The order within a bucket decides in which order the
+    ranks' summands are added, so the first step of a resumed run would round otherwise than the same step of the run it continues.
+    """
+    module, parameters = wrapped.module, [p for p in wrapped.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
+    wrapped.module = _Touch(parameters)
+    with torch.enable_grad():
+        sums = wrapped()
+        torch.autograd.backward(sums, [torch.zeros_like(value) for value in sums])
+    wrapped.module = module
+    for p, grad in zip(parameters, before, strict=True):
+        p.grad = grad
 
 
 # ---------------------------------------------------------------------- one pass over the wire
