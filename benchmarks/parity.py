@@ -28,6 +28,7 @@ from shardwise.spec.layout import Layout
 
 FAMILIES = ("llama", "qwen3", "gemma", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
 SHARES = {2: 5, 4: 20, 8: 150}  # ranks: every n-th layout is run
+PER_LAUNCH = 12  # layouts that one set of processes runs: each makes process groups, which live as long as they do
 LENGTH, BATCH, STEPS, VOCAB = 16, 8, 5, 61
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -86,7 +87,7 @@ def words(layout: Layout) -> str:
     return f"{degrees}{' sp' if layout.sp else ''} {layout.schedule} {layout.sharding}"
 
 
-def run_ranks(families: list[str], share: int, out: Path) -> None:
+def run_ranks(families: list[str], share: int, start: int, out: Path) -> None:
     """On the ranks of a launched world: compare every chosen layout; rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
@@ -104,8 +105,7 @@ def run_ranks(families: list[str], share: int, out: Path) -> None:
         simple_samples(torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))) for step in range(STEPS)
     ]
     known: dict[str, Reference] = {}
-    for family, layout in chosen(families, world, share):
-        DistributedManager.initialize()
+    for family, layout in chosen(families, world, share)[start : start + PER_LAUNCH]:
         config = transformers_config(MODELS[family])
         if rank == 0 and family not in known:
             known[family] = reference(config, steps, rules)
@@ -124,7 +124,7 @@ def run_ranks(families: list[str], share: int, out: Path) -> None:
                 f"gradient {parity.gradient:.0e} weight {parity.weight:.0e}",
                 flush=True,
             )
-        DistributedManager.cleanup()  # its groups, before the next layout makes its own
+    DistributedManager.cleanup()
 
 
 def main() -> int:
@@ -133,10 +133,11 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--share", type=int, help=f"run every n-th layout (1: all) [default by ranks: {SHARES}]")
     parser.add_argument("--out", type=Path, default=Path("parity.jsonl"))
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--count", action="store_true", help="say how many layouts there are, run none")
     given = parser.parse_args()
     if "RANK" in os.environ:
-        run_ranks(given.families, given.share, given.out)
+        run_ranks(given.families, given.share, given.start, given.out)
         return 0
     shares = {world: given.share or SHARES[world] for world in given.ranks}
     for world, share in shares.items():
@@ -148,9 +149,10 @@ def main() -> int:
     for world, share in shares.items():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "benchmarks.parity"]
         options = ["--share", str(share), "--out", str(given.out), "--families", *given.families]
-        code = subprocess.call([*command, *options], env={"OMP_NUM_THREADS": "1", **os.environ})
-        if code:
-            return code
+        for start in range(0, len(chosen(given.families, world, share)), PER_LAUNCH):
+            code = subprocess.call([*command, *options, "--start", str(start)], env={"OMP_NUM_THREADS": "1", **os.environ})
+            if code:
+                return code
     rows = [json.loads(line) for line in given.out.read_text().splitlines()]
     wrong = [row for row in rows if not row["equal"]]
     worst = max(rows, key=lambda row: row["weight"])

@@ -62,7 +62,8 @@ def test_llama_on_four_ranks(world):
     hold(
         "llama",
         [
-            "tp=4", "tp=2 pp=2 sp=true", "tp=2 cp=2 sp=true", "cp=2 pp=2 vpp=2", "cp=4 cp_comm=a2a+p2p cp_sizes=2x2", "pp=4", "pp=4 sharding=fsdp2",
+            "tp=4", "tp=2 pp=2 sp=true", "tp=2 cp=2 sp=true", "cp=2 pp=2 vpp=2", "cp=4 cp_comm=a2a+p2p cp_sizes=2x2", "pp=4",
+            "pp=4 sharding=fsdp2",
             "tp=2 sp=true sharding=fsdp2", "pp=2 cp=2 sharding=fsdp2", "pp=2 vpp=2 schedule=zbv sharding=fsdp2",
             "sharding=fsdp2 shard_group=2",
         ],
