@@ -125,7 +125,7 @@ def _average(n: int, x: ShardTensor, output_size) -> ShardTensor:
             local = _weighted(local, dim, windows, weights)
         native.append(len(windows))
     if any(local.shape[dim - n] != rows for dim, rows in enumerate(native)):
-        local = AVERAGES[n](local, native) if local.numel() else connected_empty((*local.shape[:-n], *native), local)
+        local = AVERAGES[n](local, native) if local.numel() and all(native) else connected_empty((*local.shape[:-n], *native), local)
     return from_local(local, plan.out)
 
 
