@@ -279,3 +279,18 @@ def test_sync_module(world):
     with pytest.raises(RuntimeError, match="meta"):
         sync_module_over_mesh(nn.Linear(2, 2, device="meta"), world.mesh)
     sync_module_over_mesh(nn.Identity(), world.mesh)
+
+
+@ranks(3)
+def test_writing_into_a_pending_sum(world):
+    """The sum is completed first; a view of it cannot be written into, which would not reach it."""
+    full = world.randn(5, 6)
+    rows = torch.tensor([1, 2])
+    for key, value in (((slice(1, None), rows), 2.0), (slice(1, 3), 5.0), ((2, 3), 1.0), ([0, 4], 7.0)):
+        x, y = shard(full, world.mesh, placements=(Partial(),)), full.clone()
+        x[key] = value
+        y[key] = value
+        torch.testing.assert_close(x.full_tensor(), y)
+    x = shard(full, world.mesh, placements=(Partial(),))
+    with pytest.raises(NotImplementedError, match="view"):
+        x[1:].add_(1)

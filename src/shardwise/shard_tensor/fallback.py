@@ -84,6 +84,14 @@ def write_back(x: ShardTensor, whole: Tensor) -> None:
     after_write(x)
 
 
+def complete_in_place(x: ShardTensor) -> None:
+    """Resolve the pending sums of `x` before it is written into. Communication: an all-reduce for each."""
+    target = x._spec.gradient()
+    if target is not x._spec:
+        x._local_tensor = redistribute_local(x._local_tensor, x._spec, target)
+        x._spec = target
+
+
 def mark_copied(x: ShardTensor, push: Callable[[Tensor], None] | None = None) -> ShardTensor:
     """Remember that `x` stands for a view but has memory of its own. `push(shard)` carries a write into the tensor it views."""
     x._copied_view = push or False

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor import registry
-from shardwise.shard_tensor.fallback import after_write, check_writable
+from shardwise.shard_tensor.fallback import after_write, check_writable, complete_in_place
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
 from shardwise.shard_tensor.registry import shard_function_table
 from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
@@ -155,7 +155,7 @@ def _general(op, args: tuple, kwargs: dict):
         if "out" in kwargs or op._schema.name.endswith(".out"):
             return _into_out(op, args, kwargs, written, shape)
         if written._spec.partial_mesh_dims and op not in (aten.zero_.default, aten.fill_.Scalar):
-            _resolve_in_place(written)
+            complete_in_place(written)
         target = written._spec
     else:
         target = choose_layout(op, operands, shape)
@@ -194,12 +194,6 @@ def _into_out(op, args: tuple, kwargs: dict, out: ShardTensor, shape: tuple[int,
     op(*local, **inputs, out=out._local_tensor)
     out._spec = target
     return out
-
-
-def _resolve_in_place(x: ShardTensor) -> None:
-    target = x._spec.gradient()
-    x._local_tensor = redistribute_local(x._local_tensor, x._spec, target)
-    x._spec = target
 
 
 # ---------------------------------------------------------------------- layouts

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardwise.shard_tensor.adopt import become_sharded, part_of, plain_values, replicated_spec, sharded, whole_value
 from shardwise.shard_tensor.arguments import normal_dim, torch_names
-from shardwise.shard_tensor.fallback import fallback_rule
+from shardwise.shard_tensor.fallback import complete_in_place, fallback_rule
 from shardwise.shard_tensor.ops.indexing import MASKS, has_tensor_index, index_places, own_places, result_dims, split_key
 from shardwise.shard_tensor.registry import shard_function, shard_function_table, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -266,6 +266,7 @@ def setitem(self: Tensor, key, value):
     """
     if not isinstance(self, ShardTensor):
         return _into_plain(self, key, value)
+    complete_in_place(self)
     if not has_tensor_index(key):
         return NotImplemented
     split = split_key(self, key)

@@ -24,7 +24,10 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 def _same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
-    """`view`, which shares the memory of `x`: if `x` is itself a copied view, a write must go on to what `x` views."""
+    """`view`, which shares the memory of `x`: if `x` is itself a copied view, a write must go on to what `x` views; views of a pending
+    sum cannot be written into."""
+    if x._spec.partial_mesh_dims:  # a write would complete the view, not what it views
+        return mark_copied(view)
     push = x.__dict__.get("_copied_view")
     if push is not None:
         mark_copied(view, (lambda written: after_write(x)) if push else None)
@@ -403,7 +406,7 @@ def _fast_getitem(func, args, kwargs):
     if key not in spec._cache:
         spec._cache[key] = _getitem_spec(spec, key[1:])
     out = spec._cache[key]
-    return NotImplemented if out is None else ShardTensor(x._local_tensor[index], out)
+    return NotImplemented if out is None else _same_memory(ShardTensor(x._local_tensor[index], out), x)
 
 
 def _getitem_spec(spec: ShardTensorSpec, key: tuple) -> ShardTensorSpec | None:
