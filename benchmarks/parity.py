@@ -133,11 +133,11 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--share", type=int, help=f"run every n-th layout (1: all) [default by ranks: {SHARES}]")
     parser.add_argument("--out", type=Path, default=Path("parity.jsonl"))
-    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--count", action="store_true", help="say how many layouts there are, run none")
     given = parser.parse_args()
     if "RANK" in os.environ:
-        run_ranks(given.families, given.share, given.start, given.out)
+        run_ranks(given.families, given.share, given.begin, given.out)
         return 0
     shares = {world: given.share or SHARES[world] for world in given.ranks}
     for world, share in shares.items():
@@ -150,7 +150,7 @@ def main() -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "benchmarks.parity"]
         options = ["--share", str(share), "--out", str(given.out), "--families", *given.families]
         for start in range(0, len(chosen(given.families, world, share)), PER_LAUNCH):
-            code = subprocess.call([*command, *options, "--start", str(start)], env={"OMP_NUM_THREADS": "1", **os.environ})
+            code = subprocess.call([*command, *options, "--begin", str(start)], env={"OMP_NUM_THREADS": "1", **os.environ})
             if code:
                 return code
     rows = [json.loads(line) for line in given.out.read_text().splitlines()]

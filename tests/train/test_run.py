@@ -94,3 +94,13 @@ def test_a_wrong_layout_is_refused_before_anything_starts():
         [sys.executable, "-m", "shardwise", "train", *words], capture_output=True, text=True, env=ENV, timeout=60, check=False
     )
     assert done.returncode == 1 and "W1" in done.stderr and "T1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_verify_reports_equality(tmp_path):
+    command = [sys.executable, "-m", "shardwise", "verify", "--recipe", "qwen3_600m_pretrain_config", "--json", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "model.pipeline_model_parallel_size=2"], capture_output=True, text=True, env=ENV, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout)
+    assert answer["equal"] and answer["layout"].startswith("TP=1 PP=2") and len(answer["losses"]) == 2
