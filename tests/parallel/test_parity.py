@@ -120,7 +120,7 @@ def test_auxiliary_losses_reach_the_router(world):
 @ranks(2, processes=True, timeout=400)
 def test_expert_bias_moves_alike(world):
     rules = Rules(mbs=1, balance=Balance(kind="seq_aux_loss", coefficient=0.01, score="sigmoid", bias_rate=0.05))
-    hold("deepseek_v3", ["ep=2", "pp=2", "tp=2 sp=true"], rules=rules)
+    hold("deepseek_v3", ["ep=2 recompute=full", "pp=2", "tp=2 sp=true"], rules=rules)
 
 
 @ranks(2, processes=True, timeout=400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 from shardwise.cli.run import print_error
 from shardwise.errors import InputError, LayoutError
+
+if TYPE_CHECKING:
+    from shardwise.train.plan import RunPlan
 
 RecipeName = Annotated[str, typer.Option("--recipe", help="name of a recipe (shardwise recipes lists them)", show_default=False)]
 Overrides = Annotated[
@@ -54,6 +57,8 @@ def train(
     if dry_run:
         _show(chosen, as_json)
         return OK
+    if not launched:
+        _fits_here(chosen, world)
     if launched or world == 1:
         from shardwise.train.loop import run
 
@@ -62,16 +67,35 @@ def train(
     return subprocess.call([*command, "--recipe", recipe, *(overrides or [])], env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
-def _show(chosen: object, as_json: bool) -> None:
+def _fits_here(chosen: RunPlan, world: int) -> None:
+    """Refuse to start ranks that this machine cannot hold: more than its GPUs, or on a CPU more than 8 or more state than memory."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if world > (gpus or 8):
+        raise InputError(
+            given=f"{chosen.layout_line}, {gpus} GPUs here" if gpus else f"{chosen.layout_line} on a CPU",
+            why=f"at most {gpus or 8} ranks are started on this machine",
+            try_="torchrun on enough nodes, smaller degrees, or shardwise verify, which scales the recipe down",
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    state = 16 * chosen.spec.total_params if chosen.spec else 0  # fp32 weights, gradients and two moments
+    if not gpus and state > memory:
+        raise InputError(
+            given=f"{chosen.spec.total_params if chosen.spec else 0:,} parameters on a CPU",
+            why=f"weights, gradients and moments take {state / 2**30:.0f} GiB, this machine has {memory / 2**30:.0f}",
+            try_="a _tiny recipe (shardwise recipes tiny), or shardwise verify, which scales the recipe down",
+        )
+
+
+def _show(chosen: RunPlan, as_json: bool) -> None:
     from dataclasses import asdict
 
     from omegaconf import OmegaConf
 
     from shardwise.cli.render import print_findings, print_json
     from shardwise.spec import grammar
-    from shardwise.train.plan import RunPlan
 
-    assert isinstance(chosen, RunPlan)
     settings = asdict(chosen.config)
     if as_json:
         findings = [finding.to_dict() for finding in chosen.findings]

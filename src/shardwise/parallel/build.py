@@ -87,7 +87,7 @@ def parallelize_model(
         fill(model, whole, held, seed=seed, device=device, source=source)
         model.train()
         watch_routers(model, roles, routers)
-        apply_recompute(model, layout.recompute)
+        apply_recompute(model, layout.recompute, routers)
         module = StageModule(model, stage)
         if meshes:
             _shard(module, roles, meshes, layout)

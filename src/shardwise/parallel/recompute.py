@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shardwise.parallel.roles import experts_paths, layer_list
+from shardwise.parallel.router import RouterLosses
 from shardwise.parallel.stage import Elsewhere
 from shardwise.spec.layout import Recompute
 
@@ -16,19 +18,22 @@ from shardwise.spec.layout import Recompute
 _CHILDREN = {"mlp": ("mlp", "feed_forward"), "core_attn": ()}  # core attention saves its inputs and statistics only, as it is
 
 
-def apply_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
-    """Full: whole decoder layers (`block`: the first `num_layers` of the stage). Selective: the named modules of each layer."""
+def apply_recompute(model: PreTrainedModel, recompute: Recompute, routers: RouterLosses) -> None:
+    """Full: whole decoder layers (`block`: the first `num_layers` of the stage). Selective: the named modules of each layer.
+
+    routers: told when a forward runs again, so that it counts nothing twice.
+    """
     _, layers = layer_list(model)
     here = [layer for layer in layers if not isinstance(layer, Elsewhere)]
     if recompute.granularity == "full":
         count = recompute.num_layers if recompute.method == "block" and recompute.num_layers else len(here)
         for layer in here[:count]:
-            _again(layer)
+            _again(layer, routers)
     elif recompute.granularity == "selective":
         experts = experts_paths(model)
         for name, module in list(model.named_modules()):
             if _chosen(name, module, recompute.modules, experts):
-                _again(module)
+                _again(module, routers)
 
 
 def _chosen(name: str, module: nn.Module, words: tuple[str, ...], experts: tuple[str, ...]) -> bool:
@@ -43,5 +48,5 @@ def _chosen(name: str, module: nn.Module, words: tuple[str, ...], experts: tuple
     )
 
 
-def _again(module: nn.Module) -> None:
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+def _again(module: nn.Module, routers: RouterLosses) -> None:
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), routers.running_again()))

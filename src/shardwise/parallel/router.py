@@ -7,6 +7,7 @@ batch, or per sequence, and the z-loss of Zoph et al. (arXiv:2202.08906).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,8 +46,22 @@ class RouterLosses:
     balance: Balance
     weight: float = 1.0
     batch: int = 1
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, tuple[nn.Module, Tensor]] = field(default_factory=dict)
+    again: bool = False
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """A forward that was counted before runs once more, for its backward."""
+        self.again = True
+        try:
+            yield
+        finally:
+            self.again = False
+
+    def add(self, name: str, loss: Tensor) -> None:
+        if not self.again:
+            self.values[name] = self.values.get(name, 0.0) + loss.detach()
 
     def start(self, *, weight: float, batch: int) -> None:
         self.weight, self.batch = weight, batch
@@ -101,17 +116,17 @@ def _after(path: str, module: nn.Module, output: tuple[Tensor, ...], losses: Rou
         return None
     logits, weights, index = output
     balance, total = losses.balance, 0.0
-    if balance.bias_rate and hasattr(module, "e_score_correction_bias"):
+    if balance.bias_rate and hasattr(module, "e_score_correction_bias") and not losses.again:
         count = torch.bincount(index.reshape(-1), minlength=logits.shape[-1])
         known = losses.counts.get(path)
         losses.counts[path] = (module, count if known is None else known[1] + count)
     if balance.kind != "none" and balance.coefficient:
         loss = balance.coefficient * losses.weight * _load(logits.float(), index.shape[-1], losses)
-        losses.values["load_balancing_loss"] = losses.values.get("load_balancing_loss", 0.0) + loss.detach()
+        losses.add("load_balancing_loss", loss)
         total = total + loss
     if balance.z_coefficient:
         loss = balance.z_coefficient * losses.weight * _z(logits.float(), losses)
-        losses.values["z_loss"] = losses.values.get("z_loss", 0.0) + loss.detach()
+        losses.add("z_loss", loss)
         total = total + loss
     return (logits, _Attach.apply(weights, total), index) if isinstance(total, Tensor) else None
 
