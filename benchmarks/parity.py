@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(SHARES), choices=SHARES)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--share", type=int, help=f"run every n-th layout (1: all) [default by ranks: {SHARES}]")
-    parser.add_argument("--out", type=Path, default=Path("parity.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("out/parity.jsonl"))
     parser.add_argument("--begin", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--count", action="store_true", help="say how many layouts there are, run none")
     given = parser.parse_args()
@@ -145,6 +145,7 @@ def main() -> int:
         print(f"{world} ranks: {count} of {of} layouts", flush=True)
     if given.count:
         return 0
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.unlink(missing_ok=True)
     for world, share in shares.items():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "benchmarks.parity"]
