@@ -19,7 +19,7 @@ LAYERS = [
     ["recipes"],
     ["cli"],
 ]
-WITHIN_LAYER = {("collectives", "mesh"), ("random", "mesh"), ("shard_tensor", "attention")}  # (importer, imported)
+WITHIN_LAYER = {("collectives", "mesh"), ("random", "mesh"), ("shard_tensor", "attention"), ("rehearse", "train")}  # (importer, imported)
 WITHOUT_TORCH = ["spec", "planner"]
 STANDARD_LIBRARY_ONLY = ["errors", "spec", "planner"]
 FITTING = "planner/fit.py"  # refits the planner's constants with SciPy; no part of planning

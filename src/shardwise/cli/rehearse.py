@@ -1,0 +1,143 @@
+"""`shardwise rehearse`: the real training step of a recipe and layout on a fake cluster of any size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import FINDING, OK
+from shardwise.cli import options as opt
+from shardwise.cli.inputs import counts_in_range, read_cluster
+from shardwise.cli.judging import stack_of
+from shardwise.cli.render import gib, note, print_json, print_lines, print_table
+from shardwise.cli.run import print_error
+from shardwise.cli.train import Overrides, RecipeName
+from shardwise.errors import LayoutError
+
+if TYPE_CHECKING:
+    from shardwise.rehearse.compare import Comparison
+    from shardwise.rehearse.step import RankRehearsal
+    from shardwise.train.plan import RunPlan
+
+GIB = 2.0**30
+NOTES = (
+    "Bytes are those that tensors ask for at the highest point of a step after the first, with balanced routing: no allocator rounding, "
+    "no workspace inside a kernel, no CUDA context. Terms are those of the forward and backward passes, which the planner predicts too.",
+)
+
+
+def rehearse(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    gpus: opt.Gpus = None,
+    gpu: opt.GpuType = "h100-sxm",
+    as_json: opt.Json = False,
+) -> int:
+    """Run one training step of RECIPE on a fake cluster, without data: memory by category and messages of every pipeline rank.
+
+    Modules, groups, schedule and optimizer are those that `shardwise train` runs, at full size. Exit code 1 when the layout is refused.
+    """
+    from shardwise.recipes.pretrain import recipe as named
+    from shardwise.spec.ranks import min_world
+    from shardwise.train.overrides import apply
+    from shardwise.train.plan import layout_of, plan
+
+    counts_in_range(gpus=gpus)
+    config = apply(named(recipe), overrides or [])
+    config.mixed_precision = config.mixed_precision or "bf16_mixed"  # what a GPU run takes
+    world = gpus or min_world(layout_of(config, 1))
+    cluster = read_cluster(gpu, world, gpus_per_node=None, interconnect=None)
+    try:
+        chosen = plan(config, world)
+    except LayoutError as error:
+        print_error(error, as_json=as_json)
+        return FINDING
+    from shardwise.rehearse.compare import Comparer
+    from shardwise.rehearse.step import distinct_ranks, rehearse_rank
+
+    comparer = None if chosen.spec is None else Comparer(chosen, cluster, stack_of("shardwise"))
+    results: list[tuple[RankRehearsal, Comparison | None]] = []
+    for rank in distinct_ranks(chosen.layout):
+        found = rehearse_rank(chosen, rank)
+        note(f"rank {rank} (pipeline rank {found.pp_rank}): {gib(found.peak.total / GIB)} GiB")
+        results.append((found, None if comparer is None else comparer.compare(found)))
+    if as_json:
+        print_json(_json(chosen, results))
+    else:
+        _print(chosen, results)
+    return OK
+
+
+def _json(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None]]) -> dict[str, Any]:
+    from shardwise.cli.present import layout_json
+
+    return {
+        "layout": layout_json(chosen.layout),
+        "seq_len": chosen.config.model.seq_length,
+        "ranks": [
+            {
+                "rank": found.rank,
+                "pp_rank": found.pp_rank,
+                "layers": found.layers,
+                "parameters": found.parameters,
+                "expected_parameters": compared.parameters if compared else None,
+                "microbatches_rehearsed": found.microbatches,
+                "peak_gib": found.peak.total / GIB,
+                "peaks": {
+                    phase: {"total_gib": peak.total / GIB, **{name: size / GIB for name, size in peak.categories.items()}}
+                    for phase, peak in found.peaks.items()
+                },
+                "terms": [
+                    {"term": term.name, "rehearsed_gib": _in_gib(term.rehearsed), "predicted_gib": _in_gib(term.predicted)}
+                    for term in (compared.terms if compared else ())
+                ],
+                "messages": [asdict(each) for each in found.traffic],
+            }
+            for found, compared in results
+        ],
+    }
+
+
+def _in_gib(size: float | None) -> float | None:
+    return None if size is None else size / GIB
+
+
+def _print(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None]]) -> None:
+    from shardwise.rehearse.step import PHASES
+
+    print_lines([chosen.layout_line, ""])
+    print_table(
+        "Highest memory of each pipeline rank, GiB",
+        ["rank", "pipeline rank", "layers", "parameters", "described", *PHASES],
+        [
+            (
+                found.rank,
+                found.pp_rank,
+                found.layers,
+                f"{found.parameters:,}",
+                "-" if compared is None else f"{compared.parameters:,}",
+                *(gib(found.peaks[phase].total / GIB) for phase in PHASES),
+            )
+            for found, compared in results
+        ],
+        text=(),
+    )
+    heaviest, compared = max(results, key=lambda each: each[0].pass_peak.total)
+    title = f"Forward and backward of rank {heaviest.rank}, GiB"
+    if compared is not None:
+        rows = [(term.name, _cell(term.rehearsed), _cell(term.predicted)) for term in compared.terms]
+        rows.append(("all", gib(heaviest.pass_peak.total / GIB), gib(compared.predicted / GIB)))
+        print_table(title, ["term", "rehearsed", "predicted"], rows)
+    else:
+        print_table(title, ["term", "rehearsed"], [(name, _cell(size)) for name, size in heaviest.pass_peak.categories.items()])
+    print_table(
+        f"What rank {heaviest.rank} sends in a step",
+        ["collective", "axis", "calls", "MiB"],
+        [(each.collective, each.axis, each.calls, f"{each.bytes / 2**20:,.1f}") for each in heaviest.traffic],
+        text=(0, 1),
+    )
+    print_lines(NOTES)
+
+
+def _cell(size: float | None) -> str:
+    return "-" if size is None else gib(size / GIB)

@@ -1,0 +1,68 @@
+"""What a rehearsal found, beside what the planner predicts for the same rank, term by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.planner.estimator import Estimator
+from shardwise.rehearse.step import RankRehearsal
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.stages import rank_params
+from shardwise.train.plan import RunPlan
+
+# term: (categories of the ledger, terms of the planner)
+_TERMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "weights": (("weights",), ("weights", "low_precision_weights")),
+    "weights cast to bf16": (("weight_casts",), ()),
+    "gradients": (("gradients",), ("gradients",)),
+    "optimizer state": (("optimizer",), ("optimizer",)),
+    "activations": (("activations",), ("activations",)),
+    "temporaries": (("temporaries",), ("loss", "working_set", "gathered", "weight_gradient_buffers")),
+    "kernel workspace": ((), ("framework",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """Bytes at the peak of a rank. None: the side that has no such term."""
+
+    name: str
+    rehearsed: int | None
+    predicted: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """parameters: exact count of the planner's description for this rank. terms: sum to the totals."""
+
+    rank: RankRehearsal
+    parameters: int
+    terms: tuple[Term, ...]
+
+    @property
+    def predicted(self) -> float:
+        return sum(term.predicted or 0.0 for term in self.terms)
+
+
+class Comparer:
+    """Compares ranks of one plan. The planner's description must exist (`plan.spec`)."""
+
+    def __init__(self, plan: RunPlan, cluster: Cluster, stack: str) -> None:
+        assert plan.spec is not None
+        model = plan.spec.replace(vocab_divisor=1)  # the runtime does not pad the vocabulary
+        self._params = rank_params(model, plan.layout)
+        self._memory = Estimator(model, cluster, seq_len=plan.config.model.seq_length, stack=stack).memory(plan.layout)
+
+    def compare(self, rank: RankRehearsal) -> Comparison:
+        """Terms at the peak of the passes: the planner does not model the update."""
+        found, predicted = rank.pass_peak.categories, self._memory.stages[rank.pp_rank]
+        terms = []
+        for name, (ours, theirs) in _TERMS.items():
+            terms.append(
+                Term(
+                    name=name,
+                    rehearsed=sum(found[each] for each in ours) if ours else None,
+                    predicted=sum(predicted.get(each, 0.0) for each in theirs) if theirs else None,
+                )
+            )
+        return Comparison(rank=rank, parameters=self._params[rank.pp_rank].total, terms=tuple(terms))
