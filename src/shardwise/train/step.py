@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.parallel.build import ParallelModel
 from shardwise.parallel.loss import token_loss
 from shardwise.parallel.optimizer import StepOptimizer
-from shardwise.parallel.pipeline import MicroBatch, Pipeline
+from shardwise.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shardwise.train.batches import Samples, counted_tokens, micro_batches
 
 
@@ -33,7 +33,7 @@ class Trainer:
         self.pipeline = Pipeline(model)
         self.topology = model.topology
 
-    def _loss(self, tokens: int) -> object:
+    def _loss(self, tokens: int) -> Loss:
         group = self.topology["tp"].group
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -49,12 +49,11 @@ class Trainer:
         return batches, int(count)
 
     def _casting(self) -> torch.autocast:
-        device = self.topology_device
-        return torch.autocast(device, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+        return torch.autocast(self.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
     @property
-    def topology_device(self) -> str:
-        return self.model.parameters[0][0].device.type
+    def device(self) -> torch.device:
+        return self.model.parameters[0][0].device
 
     def train(self, samples: Samples) -> StepResult:
         """One step on the samples of this rank's replica ([gbs / dp, S]). Raises `ValueError` when they are not whole micro batches."""
@@ -90,7 +89,7 @@ class Trainer:
         if not names:
             return {}
         values = torch.tensor([float(self.model.routers.values.get(name, 0.0)) for name in names], dtype=torch.float64)
-        values = values.to(self.model.parameters[0][0].device)
+        values = values.to(self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(values)
         same = self.topology.layout.tp * self.topology.layout.cp

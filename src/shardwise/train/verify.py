@@ -15,15 +15,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.parallel.build import ParallelModel
+from shardwise.parallel.build import ParallelModel, parallelize_model
 from shardwise.parallel.gradients import local
 from shardwise.parallel.loss import IGNORED
 from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.roles import read_roles
 from shardwise.parallel.router import Balance, RouterLosses, watch_routers
 from shardwise.parallel.stage import build_meta
+from shardwise.parallel.topology import connect
 from shardwise.parallel.weights import initial_state
+from shardwise.spec.layout import Layout
 from shardwise.train.batches import Samples
+from shardwise.train.step import Trainer
 
 TOLERANCE = 1e-5  # relative, float32: sums are taken in another order
 
@@ -141,12 +144,8 @@ def weight_differences(model: ParallelModel, optimizer: StepOptimizer, expected:
             yield held.name, relative(parameter.detach(), held.part.take(whole), whole)
 
 
-def compare(config: Any, layout: Any, steps: list[Samples], rules: Rules, expected: Reference | None) -> Parity:
+def compare(config: Any, layout: Layout, steps: list[Samples], rules: Rules, expected: Reference | None) -> Parity:
     """Train under `layout` on the running world and compare. `expected` is needed on rank 0 only. All ranks get the same answer."""
-    from shardwise.parallel.build import parallelize_model
-    from shardwise.parallel.topology import connect
-    from shardwise.train.step import Trainer
-
     box = [expected]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, 0)
