@@ -293,8 +293,14 @@ class _Use:
 
 
 def _reads_gradients_early() -> bool:
-    """Whether FSDP2 manages a module in this process: it reads gradients in the middle of backward."""
-    return bool(_module_state_mapping) and any(type(state()).__name__ == "FSDPState" for state in list(_module_state_mapping.values()))
+    """Whether a module that FSDP2 manages is running: it reads gradients in the middle of backward.
+
+    Modules that merely exist do not count: they are collected at other times on other ranks, which must choose alike.
+    """
+    if not _module_state_mapping:
+        return False
+    states = (state() for state in list(_module_state_mapping.values()))
+    return any(type(state).__name__ == "FSDPState" and state._training_state.name != "IDLE" for state in states)
 
 
 class _Bucket:
