@@ -178,10 +178,10 @@ def test_a_ddp_reducer_reads_complete_gradients(world):
 @pytest.mark.parametrize("reentrant", [False, True])
 @ranks(3)
 def test_activation_checkpointing(world, reentrant):
-    net = model(world)
+    net, whole = model(world), model(world)
+    torch.distributed.barrier()  # a checkpoint sets the random state that all ranks of one process share while others build
     x = split(world).requires_grad_()
     assert_same_as_unsharded(lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant), x)
-    whole = model(world)
     net.zero_grad()
     torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant).pow(2).sum().backward()
     whole(x.detach().full_tensor()).pow(2).sum().backward()
