@@ -78,8 +78,7 @@ def test_parameters_of_every_stage_of_a_mixture_are_those_described():
     chosen = planned("deepseek_v3_tiny_pretrain_config", 16, *words, "model.sequence_parallel=true", "model.seq_length=32")
     assert chosen.spec is not None
     described = rank_params(chosen.spec.replace(vocab_divisor=1), chosen.layout)
-    for rank in step.distinct_ranks(chosen.layout):
-        found = step.rehearse_rank(chosen, rank)
+    for found in step.rehearse(chosen, processes=2):
         assert found.parameters == described[found.pp_rank].total
         assert {each.axis for each in found.traffic if each.collective == "all_to_all"} == {"ep"}
 

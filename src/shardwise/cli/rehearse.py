@@ -53,13 +53,12 @@ def rehearse(
         print_error(error, as_json=as_json)
         return FINDING
     from shardwise.rehearse.compare import Comparer
-    from shardwise.rehearse.step import distinct_ranks, rehearse_rank
+    from shardwise.rehearse.step import rehearse as rehearse_all
 
     comparer = None if chosen.spec is None else Comparer(chosen, cluster, stack_of("shardwise"))
     results: list[tuple[RankRehearsal, Comparison | None]] = []
-    for rank in distinct_ranks(chosen.layout):
-        found = rehearse_rank(chosen, rank)
-        note(f"rank {rank} (pipeline rank {found.pp_rank}): {gib(found.peak.total / GIB)} GiB")
+    for found in rehearse_all(chosen):
+        note(f"rank {found.rank} (pipeline rank {found.pp_rank}): {gib(found.peak.total / GIB)} GiB")
         results.append((found, None if comparer is None else comparer.compare(found)))
     if as_json:
         print_json(_json(chosen, results))

@@ -35,6 +35,7 @@ _MOVE = {
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
+_FOLLOWED = {*_COMPARE, *_MOVE, _aten.sum.default, torch.ops.c10d.allreduce_.default}
 Value = bool | int | float | None
 
 
@@ -67,6 +68,8 @@ def outcome(func: Any, args: Any, kwargs: Any, out: Any, known: Callable[[Tensor
             return None
         with _disable_current_modes():
             return constant.item()
+    if func not in _FOLLOWED:
+        return None
     inputs = list(tensors((args, kwargs)))
     values = {known(each) for each in inputs}
     value = values.pop() if len(values) == 1 else None

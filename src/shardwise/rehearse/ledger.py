@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -134,8 +135,11 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-            return args[0]  # as it does on real tensors; its fake is a copy
+            func(*args)
+            return args[0]  # as it does on real tensors; its fake makes a copy
         if func is _aten.bincount.default:
             bins = args[2] if len(args) > 2 else kwargs["minlength"]
             out, value = args[0].new_empty(bins), spread(args[0], bins)
@@ -147,7 +151,7 @@ class Ledger(TorchDispatchMode):
             except (DynamicOutputShapeException, DataDependentOutputException):
                 raise unknown(f"the op {func}") from None
             value = outcome(func, args, kwargs, out, lambda tensor: self._record(tensor).value)
-        results = list(tensors(out))
+        results = [out] if isinstance(out, Tensor) else list(tensors(out))
         if func._schema.is_mutable:
             for tensor in tensors((args, kwargs)):
                 self._record(tensor).value = value
@@ -176,5 +180,6 @@ def _arrived() -> Any:
     return _create_work_from_future(future).boxed()
 
 
+@cache
 def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)

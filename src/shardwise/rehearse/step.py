@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -14,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from shardwise.collectives.counter import Communication, count_communication
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.mesh.groups import axis_name
 from shardwise.parallel.build import ParallelModel, parallelize_model
 from shardwise.parallel.optimizer import StepOptimizer
@@ -76,6 +80,32 @@ def enough_microbatches(layout: Layout, pp_rank: int) -> int:
     if layout.schedule == "1f1b" and layout.vpp == 1:
         return min(layout.microbatches, layout.pp - pp_rank + 1)
     return layout.microbatches
+
+
+def rehearse(plan: RunPlan, *, processes: int | None = None) -> Iterator[RankRehearsal]:
+    """One training step of every distinct rank, in order. processes: at most so many work at once [default: one per core, 8 at most].
+
+    Raises as `rehearse_rank` does.
+    """
+    ranks = distinct_ranks(plan.layout)
+    size = min(len(ranks), processes or os.cpu_count() or 1, 8)
+    if size == 1:
+        yield from (rehearse_rank(plan, rank) for rank in ranks)
+        return
+    with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(_attempt, repeat(plan), ranks):
+            if isinstance(found, str):
+                pool.shutdown(cancel_futures=True)
+                raise ShardwiseError(found)
+            yield found
+
+
+def _attempt(plan: RunPlan, rank: int) -> RankRehearsal | str:
+    """A rehearsal, or why there is none."""
+    try:
+        return rehearse_rank(plan, rank)
+    except ShardwiseError as error:
+        return str(error)
 
 
 def rehearse_rank(plan: RunPlan, rank: int) -> RankRehearsal:
