@@ -107,7 +107,7 @@ def _print(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None
     print_lines([chosen.layout_line, ""])
     print_table(
         "Highest memory of each pipeline rank, GiB",
-        ["rank", "pipeline rank", "layers", "parameters", "described", *PHASES],
+        ["rank", "pp", "layers", "parameters", "described", *PHASES],
         [
             (
                 found.rank,
