@@ -80,7 +80,8 @@ def test_a_binary_file_a_missing_file_and_other_text_are_refused(tmp_path: Path)
     binary, prose = tmp_path / "core", tmp_path / "notes.txt"
     binary.write_bytes(bytes(range(256)))
     prose.write_text("nothing went wrong today\n")
-    for path, words in ((binary, "binary"), (prose, "no CUDA out-of-memory text"), (tmp_path / "none", "No such file"), (tmp_path, "directory")):
+    cases = ((binary, "binary"), (prose, "no CUDA out-of-memory text"), (tmp_path / "none", "No such file"), (tmp_path, "directory"))
+    for path, words in cases:
         with pytest.raises(InputError, match=words):
             read_log(path)
 

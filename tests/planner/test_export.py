@@ -23,7 +23,8 @@ RECOMPUTES = st.one_of(
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     tp, pp, cp, dp, ep, mbs = (draw(POWERS) for _ in range(6))
-    precision = draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8-delayed", "fp8-current", "fp8-blockwise", "fp8-rowwise", "mxfp8", "nvfp4"]))
+    names = ["bf16", "fp16", "fp32", "fp8-delayed", "fp8-current", "fp8-blockwise", "fp8-rowwise", "mxfp8", "nvfp4"]
+    precision = draw(st.sampled_from(names))
     dtype = precision if precision in ("fp16", "fp32") else draw(st.sampled_from(["bf16", "fp32", "fp8"]))
     sharding = draw(st.sampled_from(["none", "distributed_optimizer", "zero2", "fsdp2", "megatron_fsdp"]))
     return Layout(
@@ -106,13 +107,22 @@ def test_slurm_script_starts_as_many_processes_as_the_layout_has_ranks() -> None
         slurm.write(Layout(tp=4, dp=3, gbs=3), gpus_per_node=8)
 
 
+BRIDGE_KEYS = [
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "fp8_recipe",
+    "fp8",
+    "recompute_modules",
+    "cp_comm_type",
+    "micro_batch_size",
+]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     names=st.lists(
         st.tuples(
-            st.sampled_from(
-                ["tensor_model_parallel_size", "sequence_parallel", "fp8_recipe", "fp8", "recompute_modules", "cp_comm_type", "micro_batch_size"]
-            ),
+            st.sampled_from(BRIDGE_KEYS),
             st.sampled_from(["0", "-1", "two", "true", "null", "[1,2]", "1.5", "", "selective", "'"]),
         ),
         max_size=4,

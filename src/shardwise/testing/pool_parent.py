@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from shardwise.testing.rank_tests import REGISTRY
 
@@ -177,7 +178,7 @@ def _forget_layouts() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+        cast("Callable[[], None]", _clear_sharding_prop_cache)()
 
 
 def _run_test(job: Job, rank: int, rendezvous: str) -> str:

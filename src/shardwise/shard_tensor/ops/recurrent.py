@@ -25,7 +25,7 @@ from shardwise.shard_tensor.transposed import laid_as
 
 
 def _handler(cell: Callable):
-    """A handler for `cell(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)`; packed sequences are not for it."""
+    """A handler for `cell(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)`; no packed sequences."""
 
     def handler(input: Tensor, hx, weights, has_biases=True, *options):
         if not isinstance(input, ShardTensor) or len(options) != 5 or input.ndim != 3 or isinstance(has_biases, list | tuple):
