@@ -25,10 +25,13 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 _ARRAY_FUNCTIONS = ("einsum", "tensordot", "transpose")  # opt_einsum looks for them in the package of a tensor's class
+_MODULES = ("data", "debug", "random", "testing")
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return import_module(f"shardwise.{name}")
     home = "shardwise.shard_tensor.array_functions" if name in _ARRAY_FUNCTIONS else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
