@@ -113,32 +113,23 @@ def _show(rows: list[dict[str, Any]], dtype: str, passed: bool) -> None:
     from rich.table import Table
 
     table = Table(title=f"one process against rows split over ranks, {dtype}")
-    for name in (
-        "model",
-        "ranks",
-        "first loss",
-        "last loss",
-        "largest difference",
-        "kept for backward",
-        "share",
-        "sent per step",
-        "s per step",
-    ):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    for name in ("model", "ranks", "first loss", "last loss", "differs by", "kept MiB", "share", "sent MiB", "s/step"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["model"],
             str(row["ranks"]),
-            f"{row['losses'][0]:.6f}",
-            f"{row['losses'][-1]:.6f}",
-            f"{row['loss_difference']:.1e}" + ("" if row["equal"] else " TOO LARGE"),
-            f"{row['saved_bytes'] / 2**20:.1f} MiB",
-            f"{row['saved_share']:.2f}" + ("" if row["memory_ok"] else " TOO LARGE"),
-            f"{row['sent_bytes'] / 2**20:.2f} MiB",
+            f"{row['losses'][0]:.5f}",
+            f"{row['losses'][-1]:.5f}",
+            f"{row['loss_difference']:.0e}" + ("" if row["equal"] else "!"),
+            f"{row['saved_bytes'] / 2**20:.1f}",
+            f"{row['saved_share']:.2f}" + ("" if row["memory_ok"] else "!"),
+            f"{row['sent_bytes'] / 2**20:.2f}",
             f"{row['seconds']:.2f}",
         )
     console = Console()
     console.print(table)
+    console.print("kept: for backward, on the fullest rank, parameters apart; sent: by a rank in one step; ! marks what exceeds the bound")
     console.print(
         f"losses agree to {TOLERANCE[dtype]:.0e} relative and each rank keeps at most {SHARE} / ranks of the bytes: "
         + ("[green]yes[/green]" if passed else "[red]no[/red]")
