@@ -327,17 +327,22 @@ def test_autocast(world):
         torch.testing.assert_close(y.full_tensor(), layer(x.full_tensor()))
 
 
-@ranks(4)
+@ranks(2, processes=True)
 def test_one_warning_for_a_gathered_op(world):
+    from shardwise import MissingShardPatch, fallback
     from shardwise.shard_tensor.fallback import forget_told
 
-    x = shard(world.randn(16, 16), world.mesh, dim=0, sizes=UNEVEN)
+    x = shard(world.randn(16, 3), world.mesh, dim=0, sizes=(11, 5))
     forget_told()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.linalg.det(x)
-        torch.linalg.det(x)
-    del caught
+        for _ in range(2):
+            torch.unique_consecutive(x)
+    told = [str(w.message) for w in caught if "no sharded form" in str(w.message)]
+    assert len(told) == (world.rank == 0), told
+    assert all("unique_consecutive" in text and "bytes" in text for text in told)
+    with fallback("error"), pytest.raises(MissingShardPatch, match="unique_consecutive"):
+        torch.unique_consecutive(x)
 
 
 @ranks(4)
