@@ -154,7 +154,9 @@ def test_two_processes_meet_without_torchrun(launcher):
 def test_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--redirects=1", f"--log-dir={tmp_path}", str(script)]
     result = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [f"{turn} {rank} 2 {rank} True 3" for turn in range(2) for rank in range(2)]
+    outputs = [path.read_text().splitlines() for path in tmp_path.rglob("stdout.log")]
+    assert sorted(outputs) == [[f"{turn} {rank} 2 {rank} True 3" for turn in range(2)] for rank in range(2)]

@@ -33,15 +33,23 @@ def zigzag_order(documents: int | Sequence[int], ranks: int) -> tuple[Spans, ...
     """The balanced order for causal attention: a document is cut into `2 * ranks` pieces, rank r holds pieces r and `2 * ranks - 1 - r`.
 
     `documents` is the sequence length, or the lengths of the documents packed into the sequence: each one is cut by itself, so that
-    every rank attends about as many (query, key) pairs in each. Piece sizes differ by at most one. A rank's spans ascend.
+    every rank attends about as many (query, key) pairs in each. Rows that do not divide go one each to a rank after the other, on from
+    one document to the next: pieces of a document differ by at most one row, and so do the ranks. A rank's spans ascend.
     """
     if ranks < 1:
         raise ValueError(f"zigzag order over {ranks} ranks: give at least 1")
     lengths = (documents,) if isinstance(documents, int) else tuple(documents)
     order: list[list[Span]] = [[] for _ in range(ranks)]
     parts = 2 * ranks
+    turn = 0
     for first, stop in spans_of(lengths):
-        pieces = spans_of(even_sizes(stop - first, parts))
+        each, left = divmod(stop - first, parts)
+        sizes = [each] * parts
+        for more in range(left):
+            rank = (turn + more) % ranks
+            sizes[rank if more < ranks else parts - 1 - rank] += 1
+        turn += left
+        pieces = spans_of(sizes)
         for rank in range(ranks):
             order[rank] += [(first + a, first + b) for a, b in (pieces[rank], pieces[parts - 1 - rank])]
     return tuple(_joined(spans) for spans in order)
