@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from tests.parallel import cases
 
 from shardwise.parallel.build import parallelize_model
-from shardwise.parallel.loss import IGNORED
-from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.stage import build_meta
+from shardwise.parallel.step_optimizer import StepOptimizer
+from shardwise.parallel.token_loss import IGNORED
 from shardwise.parallel.topology import connect
 from shardwise.parallel.weights import initial_state
 from shardwise.testing import ranks

@@ -122,7 +122,7 @@ def export_weights(
     import json
     from pathlib import Path
 
-    from shardwise.train.checkpoint import export, latest
+    from shardwise.train.dist_checkpoint import export, latest
 
     path = latest(Path(checkpoint))
     if path is None:

@@ -21,9 +21,9 @@ from shardwise.collectives.counter import Communication, count_communication
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.mesh.groups import axis_name
 from shardwise.parallel.build import ParallelModel, parallelize_model
-from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.part import Held
 from shardwise.parallel.pipeline import Loss, MicroBatch, Pipeline
+from shardwise.parallel.step_optimizer import StepOptimizer
 from shardwise.parallel.topology import Topology, connect
 from shardwise.rehearse.ledger import Ledger, Peak, Phase
 from shardwise.spec.layout import Layout

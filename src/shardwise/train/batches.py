@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.parallel.attention import SequenceSplit, split_order
-from shardwise.parallel.loss import IGNORED
 from shardwise.parallel.pipeline import MicroBatch
+from shardwise.parallel.token_loss import IGNORED
 from shardwise.parallel.topology import Topology
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from shardwise.mesh.process import DistributedManager
 from shardwise.parallel.build import parallelize_model
-from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.router import Balance
+from shardwise.parallel.step_optimizer import StepOptimizer
 from shardwise.parallel.topology import connect
-from shardwise.train import checkpoint
+from shardwise.train import dist_checkpoint
 from shardwise.train.config import RunConfig
 from shardwise.train.data import open_dataset
 from shardwise.train.log import Log
@@ -68,7 +68,7 @@ class Run:
             seed=self.config.rng.seed,
             device=self.device,
             balance=balance_of(self.config),
-            source=checkpoint.import_pretrained(Path(start)) if start else None,
+            source=dist_checkpoint.import_pretrained(Path(start)) if start else None,
         )
         self.optimizer = StepOptimizer(self.model, lambda groups: make_optimizer(self.config, groups), self.config.optimizer.clip_grad)
         mixed = self.config.mixed_precision or ("bf16_mixed" if self.device.type == "cuda" else "fp32")
@@ -80,9 +80,9 @@ class Run:
     def resume(self) -> None:
         """Continue from `checkpoint.load` when a checkpoint is there."""
         folder = self.config.checkpoint.load
-        path = checkpoint.latest(Path(folder)) if folder else None
+        path = dist_checkpoint.latest(Path(folder)) if folder else None
         if path is not None:
-            about = checkpoint.load(path, self.model, self.optimizer)
+            about = dist_checkpoint.load(path, self.model, self.optimizer)
             self.step = int(about["iteration"])
             self._say(f"resumed from {path} at iteration {self.step}")
 
@@ -132,7 +132,7 @@ class Run:
     def save(self) -> None:
         about = {"model": self.plan.hf_fields, "layout": self.plan.layout_line}
         target = Path(self.config.checkpoint.save or "")
-        path = checkpoint.save(target, self.step, self.model, self.optimizer, about, self.config.checkpoint.most_recent_k)
+        path = dist_checkpoint.save(target, self.step, self.model, self.optimizer, about, self.config.checkpoint.most_recent_k)
         self._say(f"saved {path}")
 
     def _values(self, norm: float, losses: list[float], routers: dict[str, float], rate: float, seconds: float) -> dict[str, Any]:

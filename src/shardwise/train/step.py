@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.build import ParallelModel
-from shardwise.parallel.loss import token_loss
-from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.pipeline import Loss, MicroBatch, Pipeline
+from shardwise.parallel.step_optimizer import StepOptimizer
+from shardwise.parallel.token_loss import token_loss
 from shardwise.train.batches import Samples, counted_tokens, micro_batches
 
 

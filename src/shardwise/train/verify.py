@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwise.parallel.build import ParallelModel, parallelize_model
 from shardwise.parallel.gradients import local
-from shardwise.parallel.loss import IGNORED
-from shardwise.parallel.optimizer import StepOptimizer
 from shardwise.parallel.roles import read_roles
 from shardwise.parallel.router import Balance, RouterLosses, watch_routers
 from shardwise.parallel.stage import build_meta
+from shardwise.parallel.step_optimizer import StepOptimizer
+from shardwise.parallel.token_loss import IGNORED
 from shardwise.parallel.topology import connect
 from shardwise.parallel.weights import initial_state
 from shardwise.spec.layout import Layout

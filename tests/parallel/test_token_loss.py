@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.collectives.functional import all_gather
-from shardwise.parallel.loss import IGNORED, token_loss
+from shardwise.parallel.token_loss import IGNORED, token_loss
 from shardwise.parallel.topology import connect
 from shardwise.spec.layout import Layout
 from shardwise.spec.sequence import even_sizes

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import InputError
 from shardwise.parallel.build import ParallelModel
 from shardwise.parallel.gradients import local
-from shardwise.parallel.optimizer import StepOptimizer, Updated, fsdp_rows
 from shardwise.parallel.part import Box, Part
+from shardwise.parallel.step_optimizer import StepOptimizer, Updated, fsdp_rows
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")

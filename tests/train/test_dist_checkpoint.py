@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.parallel import cases
 
 from shardwise.parallel.build import parallelize_model
-from shardwise.parallel.optimizer import StepOptimizer
+from shardwise.parallel.step_optimizer import StepOptimizer
 from shardwise.parallel.topology import connect
 from shardwise.planner.rules import check_layout, is_legal
 from shardwise.spec import hf
 from shardwise.testing import ranks
-from shardwise.train import checkpoint
+from shardwise.train import dist_checkpoint
 from shardwise.train.step import Trainer
 from shardwise.train.verify import Rules, make_adamw
 
@@ -57,11 +57,11 @@ def test_a_checkpoint_of_any_layout_loads_under_any_other(world, tmp_path):
         step(run, number)
         for after in order[1:]:
             number += 1
-            path = checkpoint.save(Path(tmp_path) / family, number, run.model, run.optimizer, {})
-            before = checkpoint.read_whole(path)
+            path = dist_checkpoint.save(Path(tmp_path) / family, number, run.model, run.optimizer, {})
+            before = dist_checkpoint.read_whole(path)
             other = trainer(family, after, seed=6)  # other initial weights: all must come from the checkpoint
-            checkpoint.load(path, other.model, other.optimizer)
-            for name, value in checkpoint.weights(other.model).items():
+            dist_checkpoint.load(path, other.model, other.optimizer)
+            for name, value in dist_checkpoint.weights(other.model).items():
                 whole = before[name]
                 assert torch.equal(value.as_subclass(torch.Tensor), value.part.take(whole)), f"{after}: {name}"
             first, second = step(run, number), step(other, number)
@@ -83,16 +83,16 @@ def test_exported_weights_load_in_transformers_and_back(world, tmp_path):
         data = cases.samples(0, gbs=4, length=8)
         run.train(data)
         loss = run.evaluate(data).loss
-        path = checkpoint.save(Path(tmp_path) / family, 1, run.model, run.optimizer, {})
+        path = dist_checkpoint.save(Path(tmp_path) / family, 1, run.model, run.optimizer, {})
         folder = Path(tmp_path) / f"{family}_hf"
         if world.rank == 0:
-            checkpoint.export(path, folder, cases.FAMILIES[family])
+            dist_checkpoint.export(path, folder, cases.FAMILIES[family])
         dist.barrier()
         plain = AutoModelForCausalLM.from_pretrained(folder)
         logits = plain(input_ids=data.tokens).logits
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.labels.flatten())
         assert abs(loss - float(expected)) <= 1e-5 * loss, family
-        source = checkpoint.import_pretrained(folder)
+        source = dist_checkpoint.import_pretrained(folder)
         again = parallelize_model(cases.config(family), connect(cases.layout(2, "pp=2")), seed=9, device=torch.device("cpu"), source=source)
         back = Trainer(again, StepOptimizer(again, lambda groups: make_adamw(Rules(mbs=1), groups), 1.0))
         assert abs(back.evaluate(data).loss - loss) <= 1e-5 * loss, family
