@@ -25,7 +25,7 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 _ARRAY_FUNCTIONS = ("einsum", "tensordot", "transpose")  # opt_einsum looks for them in the package of a tensor's class
-_MODULES = ("data", "debug", "random", "testing")
+_MODULES = ("data", "debug", "functional", "random", "testing")
 __version__ = "0.1.0"
 
 

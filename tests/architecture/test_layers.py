@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[2] / "src" / "shardwise"
 LAYERS = [
     ["spec"],
     ["planner"],
-    ["collectives", "mesh", "random"],
+    ["collectives", "mesh", "random", "functional"],
     ["shard_tensor", "attention"],
     ["parallel", "testing", "data", "debug"],
     ["train", "rehearse"],

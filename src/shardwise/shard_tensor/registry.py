@@ -21,6 +21,7 @@ from types import FunctionType
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 functions: dict[Callable, Callable] = {}
 named_functions: dict[str, Callable] = {}
@@ -101,7 +102,7 @@ def shard_rule(*ops) -> Callable:
 
     def register(rule: Callable) -> Callable:
         for op in ops:
-            rules[op] = rule
+            rules[op] = _for_views(rule) if isinstance(op, torch._ops.OpOverload) and op.is_view else rule
         return rule
 
     return register
@@ -118,20 +119,58 @@ def _function_name(func: Callable) -> str:
 
 
 def find_rule(op) -> Callable:
-    """The rule of an operator overload: its own, its family's, or the fallback. Remembered for the next call."""
-    for matches, rule in rule_families:
-        if matches(op):
-            rules[op] = rule
-            return rule
+    """The rule of an operator overload: its own, its family's, its decomposition, or the fallback. Remembered for the next call."""
+    found = next((rule for matches, rule in rule_families if matches(op)), None)
+    if isinstance(op, torch._ops.OpOverload):
+        if found is None and _has_kernel(op.name(), "CompositeImplicitAutograd"):
+            found = _decompose
+        if found is not None and op.is_view:
+            found = _for_views(found)
+    if found is not None:
+        rules[op] = found
+        return found
     from shardwise.shard_tensor.fallback import fallback_rule
 
     return fallback_rule
 
 
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def _decompose(op, args: tuple, kwargs: dict):
+    """What autograd does before an op that is made of others arrives here; in inference mode there is no autograd."""
+    return op.decompose(*args, **kwargs)
+
+
+def _for_views(rule: Callable) -> Callable:
+    """`rule` of an op that returns a view: in inference mode too, the view of an ordinary tensor must be an ordinary one."""
+
+    def view(op, args: tuple, kwargs: dict):
+        if torch.is_inference_mode_enabled():
+            with _NoTorchFunction():
+                ordinary = not args[0].is_inference()
+            if ordinary:
+                with torch.inference_mode(False), torch.no_grad():
+                    return rule(op, args, kwargs)
+        return rule(op, args, kwargs)
+
+    return view
+
+
+_NAMED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, FunctionType)
+
+
+def _named_handler(func: Callable) -> Callable | None:
+    """The handler registered for the name of an operator, "lib.op.default", or of a Python function, "package.module.function"."""
+    if type(func) is FunctionType:
+        return named_functions.get(f"{func.__module__}.{func.__qualname__}")
+    return named_functions.get(str(func)) or named_functions.get(f"{func}.default")
+
+
 def call_function(func: Callable, types, args: tuple, kwargs: dict):
     """Call `func` on the tensors themselves: autograd records it, and its operators arrive at dispatch level."""
-    if named_functions:
-        handler = named_functions.get(str(func)) or named_functions.get(f"{func}.default")
+    if type(func) in _NAMED:
+        handler = _named_handler(func)
         if handler is not None:
             return handler(func, types, args, kwargs)
     if getattr(func, "__name__", "") == "__set__":
@@ -143,7 +182,7 @@ def call_function(func: Callable, types, args: tuple, kwargs: dict):
             body = _python_bodies.get(func) or _python_body(func)
             if body is not func:
                 return body(*args, **kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(isinstance(value, DTensor) for value in args):
             args, kwargs = promote_operands(func, args, kwargs)
     with _NoTorchFunction():
         return func(*args, **kwargs)

@@ -86,7 +86,8 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable) -> None:
-        """Call `handler(func, types, args, kwargs)` where a `torch.library` op named like `"lib.op.default"` meets one."""
+        """Call `handler(func, types, args, kwargs)` where a `torch.library` op named like `"lib.op.default"` meets one, or a
+        Python function named like `"package.module.function"` that asks tensor classes for overrides. The name need not exist yet."""
         registry.named_functions[name] = handler
 
     @staticmethod
