@@ -269,6 +269,20 @@ RUNS = (
 )
 
 
+def test_validate_judges_a_table_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = Path(__file__).parent.parent.joinpath("planner", "data", "recipes.csv").read_text().splitlines()
+    table = tmp_path / "recipes.csv"
+    table.write_text("\n".join([lines[0], lines[1], lines[-1]]) + "\n")
+    code, answer = run_json(capsys, "validate", str(table))
+    assert code == 1 and [row["legal"] for row in answer["rows"]] == [False, True]
+    assert answer["summary"]["rows"] == 2 and answer["rows"][0]["findings"][0]["rule"] == "W2"
+    code, out, _ = run(capsys, "validate", str(table))
+    assert code == 1 and "1 refused" in out
+    table.write_text("recipe,model\na,b\n")
+    code, _, err = run(capsys, "validate", str(table))
+    assert code == 2 and "gpu_type" in err
+
+
 def test_validate_has_rows_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = tmp_path / "runs.csv"
     table.write_text(RUNS)

@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         reshard_after_forward=draw(st.booleans()),
         cp_comm=draw(st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p"])),
         attention=draw(st.sampled_from(["flash", "unfused"])),
-        cross_entropy=draw(st.sampled_from(["fused", "unfused", "chunked"])),
+        cross_entropy=draw(st.sampled_from(["fused", "unfused", "te", "chunked"])),
         dispatcher=draw(st.sampled_from(["allgather", "alltoall", "deepep", "hybridep"])),
         capacity_factor=draw(st.sampled_from([None, 1.0])),
         recompute=draw(RECOMPUTE),

@@ -50,7 +50,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         recompute=draw(RECOMPUTES),
         offload=Offload(optimizer=draw(st.sampled_from([0.0, 0.5]))),
         attention=draw(st.sampled_from(["flash", "unfused"])),
-        cross_entropy=draw(st.sampled_from(["fused", "unfused", "chunked"])),
+        cross_entropy=draw(st.sampled_from(["fused", "unfused", "te", "chunked"])),
         cuda_graphs=draw(st.booleans()),
         overlap_grad_reduce=draw(st.booleans()),
         overlap_tp=draw(st.booleans()),

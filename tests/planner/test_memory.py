@@ -10,7 +10,8 @@ from shardwise.planner import memory
 from shardwise.planner.activations import saved_by_layer
 from shardwise.planner.estimator import Estimator, estimate_memory
 from shardwise.planner.layer_work import shape_of
-from shardwise.spec.blocks import Attention, Layer, Mlp
+from shardwise.spec import catalog
+from shardwise.spec.blocks import Attention, Layer, Mla, Mlp
 from shardwise.spec.catalog import cluster
 from shardwise.spec.layout import Layout, Offload, Recompute
 from shardwise.spec.model import ModelSpec
@@ -198,3 +199,42 @@ def test_a_hot_expert_rank_needs_more() -> None:
     capped = estimate_memory(moe, layout.replace(capacity_factor=1.0), cluster("h100-sxm", 8), seq_len=4096, imbalance=1.5)
     assert hot.allocated_gib > mean.allocated_gib
     assert capped.allocated_gib == pytest.approx(mean.allocated_gib)
+
+
+def test_a_loss_that_works_in_place_holds_the_logits_once() -> None:
+    def loss(word: str) -> float:
+        layout = Layout(pp=2, mbs=4, gbs=64, cross_entropy=word)  # type: ignore[arg-type]
+        terms = estimate_memory(LLAMA_8B, layout, cluster("h100-sxm", 2), seq_len=4096).stages[-1]
+        return terms["loss"] + terms["working_set"]
+
+    logits = 2 * 4 * 4096 * LLAMA_8B.padded_vocab(1)
+    assert loss("te") == pytest.approx(logits)
+    assert loss("fused") == pytest.approx(2 * logits)
+
+
+def test_unfused_attention_holds_a_gradient_of_its_scores() -> None:
+    scores = 2 * 2 * 8192**2 * 32  # bf16, two samples
+    shape = shape_of(Layout(mbs=2, attention="unfused"), 8192, 132)
+    saved = saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], shape)
+    assert saved.parts["scores"] == scores
+    assert saved.working == scores
+    fused = saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], shape_of(Layout(mbs=2), 8192, 132))
+    assert fused.working < scores / 2
+
+
+def test_sparse_attention_without_a_kernel_keeps_scores_in_fp32() -> None:
+    model = catalog.model("glm-5")
+    shape = shape_of(Layout(attention="unfused"), 2048, 132)
+    saved = saved_by_layer(model, model.layers[-1], shape)
+    block = model.layers[-1].mixer
+    assert isinstance(block, Mla) and block.indexer
+    assert saved.parts["scores"] == 2048**2 * (6 * block.heads + 8 * block.indexer.heads)
+    assert saved.working == 2048**2 * 10 * block.heads
+
+
+def test_gathered_layers_of_fp8_parameters_are_half_as_large() -> None:
+    def gathered(**fields: object) -> float:
+        layout = Layout(dp=8, gbs=8, sharding="megatron_fsdp", grad_dtype="bf16", precision="mxfp8", **fields)  # type: ignore[arg-type]
+        return estimate_memory(LLAMA_8B, layout, cluster("h100-sxm", 8), seq_len=8192).terms["gathered"]
+
+    assert gathered() - gathered(param_dtype="fp8") == pytest.approx(3 * 218_112_000, rel=1e-3)  # three layers, a byte per parameter less

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import InputError
-from shardwise.planner.rules.recipe_table import judge_rows, judge_table
+from shardwise.planner.recipe_table import judge_rows, judge_table
 from shardwise.planner.rules.sizing import DENSE, MOE, SEQUENCE, departures, suggestions, table_findings
 from shardwise.spec import catalog
 from shardwise.spec.layout import Layout
@@ -36,6 +36,51 @@ def test_other_recipes_are_legal() -> None:
     others = [row for row in rows() if not row["notes"]]
     refused = [judged for judged in judge_rows(others) if not judged.legal]
     assert len(refused) <= 0.05 * len(others), [(each.recipe, [str(finding) for finding in each.findings]) for each in refused]
+
+
+def test_recipes_are_read_as_their_framework_runs_them() -> None:
+    good = next(row for row in rows() if not row["notes"])
+    row = {
+        **good,
+        "model": "llama-3.1-8b",
+        "gpu_type": "B200",
+        "gpus": "8",
+        "tp": "1",
+        "pp": "1",
+        "vpp": "",
+        "cp": "1",
+        "ep": "",
+        "etp": "",
+    }
+    row |= {"gbs": "128", "mbs": "1", "seq": "8192", "pp_layout": "", "recompute": "none", "sp": "False", "use_megatron_fsdp": "False"}
+    (plain,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "library", "task": "pretrain"}])
+    (tuned,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "perf", "task": "peft"}])
+    assert plain.legal and plain.fits and tuned.fits
+    assert plain.layout and (plain.layout.param_dtype, plain.layout.grad_dtype, plain.layout.peft) == ("fp8", "fp32", None)
+    assert tuned.layout and (tuned.layout.grad_dtype, tuned.layout.cross_entropy, tuned.layout.peft) == ("bf16", "te", "lora")
+    (crowded,) = judge_rows([{**row, "precision": "bf16", "gpu_type": "H100", "gpus": "1"}])
+    assert crowded.legal and crowded.fits is False and crowded.memory and crowded.memory.needed_gib > 100
+
+
+def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None:
+    good = next(row for row in rows() if not row["notes"])
+    row = {
+        **good,
+        "model": "gpt-oss-120b",
+        "gpu_type": "H100",
+        "tp": "2",
+        "pp": "6",
+        "vpp": "",
+        "cp": "4",
+        "ep": "4",
+        "etp": "",
+        "sp": "True",
+    }
+    row |= {"gbs": "4", "mbs": "1", "seq": "32768", "pp_layout": "", "recompute": "none", "precision": "bf16", "gpus": "48"}
+    (judged,) = judge_rows([row])
+    assert judged.legal and judged.layout and judged.layout.etp == 1  # the bias of its experts could not be split
+    (judged,) = judge_rows([{**row, "ep": "8"}])
+    assert "W2" in {finding.rule for finding in judged.findings}  # 48 GPUs hold pp=6 ep=8, but not with two ranks per expert
 
 
 def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:

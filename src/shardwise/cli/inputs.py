@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError, LayoutError, ShardwiseError
 from shardwise.planner.exporters import READERS, format_of
-from shardwise.planner.space import SHARDING
+from shardwise.planner.space import SHARDING, number_formats
 from shardwise.spec import catalog, grammar
 from shardwise.spec.layout import Layout
 from shardwise.spec.ranks import min_world
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 FRAMEWORKS = ("megatron-core", "bridge", "torchtitan", "shardwise")
 # Keys of a YAML file that are not the layout's.
 SETTINGS = ("model", "gpus", "gpu", "gpus_per_node", "interconnect", "seq_len", "framework")
-_NUMBERS: dict[str, dict[str, Any]] = {
-    "fp32": {"param_dtype": "fp32", "master_dtype": None, "grad_dtype": "fp32"},
-    "fp16": {"param_dtype": "fp16"},
-}
 OPTIONS = (
     "--model", "--gpus", "--gpu", "--gpus-per-node", "--interconnect", "--seq-len", "--global-batch", "--precision", "--framework",
     "--json", "--html", "--trace", "--top", "--why-not", "--to", "--output",
@@ -202,7 +198,7 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
     values = grammar.read_values(words)
     base = source.layout
     if base is None:
-        defaults: dict[str, Any] = dict(_NUMBERS.get(values.get("precision", "bf16"), {}))
+        defaults: dict[str, Any] = number_formats(framework, values.get("precision", "bf16"))
         defaults |= SHARDING.get(values.get("sharding", ""), {})
         if framework == "megatron-core" and "etp" not in values:
             defaults["etp"] = values.get("tp", 1)

@@ -17,14 +17,22 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from shardwise.planner.validate import Summary, Validation
 
-Table = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="a table with the columns of published_runs_open.csv")]
+Table = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="a table with the columns of published_runs_open.csv, or of recipes.csv")]
 Rows = Annotated[bool, typer.Option("--rows", help="also print every row")]
+RECIPE_COLUMNS = ("recipe", "model", "gpus", "gpu_type", "tp", "pp", "cp", "ep", "etp", "mbs", "gbs")
 _NEEDED = ("id", "gpus", "gpu_type", "tp", "pp", "num_layers", "hidden", "seq_len")
 
 
 def validate(runs: Table, rows: Rows = False, as_json: opt.Json = False) -> int:
-    """Predict every run of a table; per row the error or why it cannot be expressed, and a summary by source, GPU and architecture."""
+    """Predict every run of a table; per row the error or why it cannot be expressed, and a summary by source, GPU and architecture.
+
+    A table of recipes (columns of recipes.csv) is judged instead: is each layout legal, does it fit its hardware.
+    """
     table = read_table(runs)
+    if "recipe" in table[0]:
+        from shardwise.cli.validate_recipes import validate_recipes
+
+        return validate_recipes(table, rows=rows, as_json=as_json)
     from shardwise.planner.validate import validate as judge
 
     note(f"predicting {len(table)} runs ...")
@@ -57,7 +65,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
         head, *lines = [line for line in reader if line] or [[]]
     except csv.Error as error:
         raise InputError(given=str(path), why=f"the CSV is broken: {error}", try_="a whole file; it may have been cut off") from None
-    missing = [name for name in _NEEDED if name not in head]
+    missing = [name for name in (RECIPE_COLUMNS if "recipe" in head else _NEEDED) if name not in head]
     if missing:
         raise InputError(
             given=f"{path} with columns {', '.join(head[:8]) or 'none'}",

@@ -27,6 +27,10 @@ SAVED_INPUT = {
     "nvfp4": 0.57,
 }
 LOG_SUM_EXP = 4
+# Sparse attention without a fused kernel (`unfused_dsa_fn` of Megatron Core): bytes per query, key and head of the softmax it keeps (fp32, and
+# bf16 for the product with V), of the gradients its backward pass holds (bf16, fp32 in and out of the softmax), and of the indexer's scores
+# before and after their ReLU (fp32).
+SPARSE_SCORES, SPARSE_BACKWARD, INDEXER_SCORES = 6.0, 10.0, 8.0
 ROUTER_BYTES = 12  # per expert and token: logits and scores in fp32, routing map, sort indices
 
 # What each name of a recompute list stands for here.
@@ -80,7 +84,8 @@ class Saved:
         return sum(size for part, size in self.parts.items() if part not in dropped)
 
 
-def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model: ModelSpec, parts: dict[str, float]) -> None:
+def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model: ModelSpec, parts: dict[str, float]) -> float:
+    """Adds what attention keeps to ``parts``; returns the bytes its backward pass needs at once for gradients of its scores."""
     tokens, split, tp = shape.tokens, shape.split_tokens, shape.tp
     copy = SAVED_INPUT[shape.precision]
     heads = block.heads / tp
@@ -97,11 +102,15 @@ def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model
             parts["qkv"] += BF16 * tokens * (heads * block.head_dim + block.kv_heads / min(tp, block.kv_heads) * block.head_dim)
         if isinstance(block, Attention) and block.gated:
             parts["qkv"] += 2 * BF16 * tokens * heads * block.head_dim
+    pairs = float(tokens) * shape.seq
     if shape.fused_attention:
         parts["log_sum_exp"] = LOG_SUM_EXP * tokens * heads
-    else:
-        masks = 3 if model.dropout else 0
-        parts["scores"] = (BF16 + masks) * tokens * shape.seq * heads
+        return 0.0
+    if isinstance(block, Mla) and block.indexer:
+        parts["scores"] = pairs * (SPARSE_SCORES * heads + INDEXER_SCORES * block.indexer.heads)
+        return SPARSE_BACKWARD * pairs * heads
+    parts["scores"] = (BF16 + (3 if model.dropout else 0)) * pairs * heads
+    return BF16 * pairs * heads
 
 
 def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: float = 1.0) -> Saved:
@@ -117,7 +126,7 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
     products = 2.0 * BF16 * hidden * split  # output projection and down projection
     if isinstance(mixer, (Attention, Mla, CompressedAttention)):
         parts["norm_output"] += copy * hidden * split
-        _attention(mixer, shape, model, parts)
+        working = max(working, _attention(mixer, shape, model, parts))
         products += BF16 * tokens * (mixer.heads * mixer.head_dim + 2 * mixer.kv_heads * mixer.head_dim) / tp
     elif isinstance(mixer, (Mamba2, DeltaNet)):
         inner = mixer.inner if isinstance(mixer, Mamba2) else mixer.value_width

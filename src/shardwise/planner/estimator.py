@@ -13,9 +13,12 @@ from shardwise.planner.pieces import Chunk, Pieces
 from shardwise.planner.rates import DEFAULT_PROFILE, Profile
 from shardwise.planner.step_time import TERMS, ZERO, Cost, StepTimeEstimate
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout, Recompute
+from shardwise.spec.layout import DTYPE_BYTES, Layout, Recompute
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.stages import rank_of_stage
+
+
+GATHERED = 3  # whole layers FSDP holds: in use, fetched ahead, not yet freed
 
 
 class ChunkMemory(NamedTuple):
@@ -88,7 +91,8 @@ class Estimator(Pieces):
         terms["gathered"] = 0.0
         if layout.sharding in FSDP and layout.shard_size > 1:
             largest = max(each.largest for each in held)
-            terms["gathered"] = 10.0 * largest + 2.0 * self._root_params(layout, chunks)
+            width = 1 if layout.param_dtype == "fp8" else 2
+            terms["gathered"] = (GATHERED * width + DTYPE_BYTES[layout.grad_dtype]) * largest + 2.0 * self._root_params(layout, chunks)
         elif self.stack.weight_gradients and layout.peft is None:
             terms["weight_gradient_buffers"] = 2.0 * self._weight_shapes(layout, chunks)
         terms["framework"] = self.stack.workspace

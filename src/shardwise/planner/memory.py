@@ -21,8 +21,8 @@ CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocat
 TIGHT = 1.03  # reserved over allocated when the allocator is short of memory and gives unused blocks back
 FSDP = ("fsdp2", "megatron_fsdp")
 LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
-# Bytes per logit at the peak of a fused loss (gradient written over the logits) and of one computed in chunks.
-FUSED_LOSS, CHUNKED_LOSS = 4.0, 0.5
+# Bytes per logit at the peak of a loss: fused (bf16 logits and gradient), in place (the gradient overwrites the logits), in chunks.
+LOSS = {"fused": 4.0, "te": 2.0, "chunked": 0.5}
 
 
 def needed(allocated: float) -> float:
@@ -113,5 +113,5 @@ def activation_bytes(layout: Layout, saved: Saved, whole_input: float) -> float:
 
 def loss_bytes(layout: Layout, tokens: float, vocab_share: float, unfused: float) -> float:
     """Peak of the logits and their loss on the last stage; ``unfused`` is the framework's bytes per logit without fusion."""
-    per_logit = {"fused": FUSED_LOSS, "chunked": CHUNKED_LOSS}.get(layout.cross_entropy, unfused)
+    per_logit = LOSS.get(layout.cross_entropy, unfused)
     return per_logit * tokens * vocab_share

@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.planner.flops import model_flops
 from shardwise.planner.run_models import Inexpressible, Row, model_from_row, number, required
+from shardwise.planner.space import FP8_PARAMS
 from shardwise.spec import pipeline_layout
 from shardwise.spec.catalog import cluster as catalog_cluster
 from shardwise.spec.cluster import Cluster
@@ -73,6 +74,7 @@ class Source:
     flops: str
     memory: str
     comparable: bool
+    fp8_params: bool
     defaults: Mapping[str, str]
     layout: Mapping[str, Any]
 
@@ -103,11 +105,12 @@ def _table() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(text)
 
 
-def _recipe(source: str, model: str) -> dict[str, Any]:
-    """What the recipes of a framework set for a model family."""
+def _recipe(row: Row) -> dict[str, Any]:
+    """What the recipes of a framework set for a model family (with `cp`: for that context parallel size only)."""
     changes: dict[str, Any] = {}
     for entry in _table()["recipe"]:
-        if re.search(entry["source"], source) and re.search(entry["model"], model, re.I):
+        named = re.search(entry["source"], row.get("source", "")) and re.search(entry["model"], row.get("model_name", ""), re.I)
+        if named and entry.get("cp") in (None, number(row, "cp") or 1):
             changes.update(entry["layout"])
     return changes
 
@@ -127,8 +130,9 @@ def source_of(row: Row) -> Source:
             flops=entry["flops"],
             memory=entry["memory"],
             comparable=entry.get("comparable", True),
+            fp8_params=entry.get("fp8_params", False),
             defaults=entry.get("defaults", {}),
-            layout={**entry["layout"], **_recipe(source, row.get("model_name", ""))},
+            layout={**entry["layout"], **_recipe(row)},
         )
     raise Inexpressible("no source entry matches")
 
@@ -255,6 +259,9 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         fields["master_dtype"] = None
     ep = _expert_ranks(row, model, gpus // pp)
     etp = number(row, "etp") or (tp if etp_default == "tp" else 1)
+    precision = PRECISIONS.get(row.get("precision", ""), "bf16")
+    if source.fp8_params and precision in FP8_PARAMS:
+        fields["param_dtype"] = "fp8"
     if not model.moe or gpus % (pp * ep * etp):
         etp = 1
     if row.get("sp"):
@@ -289,7 +296,7 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         mbs=mbs,
         gbs=gbs,
         schedule=schedule,  # type: ignore[arg-type]
-        precision=PRECISIONS.get(row.get("precision", ""), "bf16"),  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]
         recompute=recompute,
         **fields,
     )

@@ -23,6 +23,13 @@ SHARDING: dict[str, dict[str, Any]] = {
     "megatron_fsdp": {"sharding": "megatron_fsdp"},
     "fsdp2": {"sharding": "fsdp2", "param_dtype": "fp32", "master_dtype": None},
 }
+# What a precision changes in a layout besides its name.
+NUMBERS: dict[str, dict[str, Any]] = {
+    "fp32": {"param_dtype": "fp32", "master_dtype": None, "grad_dtype": "fp32"},
+    "fp16": {"param_dtype": "fp16"},
+}
+# Precisions whose named recipe in Megatron Bridge sets `fp8_param_gather` (training/mixed_precision.py).
+FP8_PARAMS = ("fp8-delayed", "fp8-current", "mxfp8")
 # Megatron FSDP gathers each layer again for every micro batch; all published runs and presets use it without a pipeline.
 NOT_WITH_PIPELINE = ("megatron_fsdp",)
 FRAMEWORK_SHARDING = {
@@ -31,6 +38,13 @@ FRAMEWORK_SHARDING = {
     "bridge": ("distributed_optimizer", "megatron_fsdp"),
     "shardwise": ("distributed_optimizer", "fsdp2"),
 }
+
+
+def number_formats(framework: str, precision: str) -> dict[str, Any]:
+    """Layout fields that follow from the precision under a framework's defaults."""
+    if framework == "bridge" and precision in FP8_PARAMS:
+        return {"param_dtype": "fp8"}
+    return dict(NUMBERS.get(precision, {}))
 
 
 @dataclass(frozen=True, kw_only=True)

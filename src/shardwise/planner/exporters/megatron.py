@@ -171,8 +171,10 @@ def _recompute(layout: Layout) -> Names:
 
 def _kernels(layout: Layout) -> Names:
     names: Names = {"attention_backend": layout.attention}
-    if layout.cross_entropy == "fused":
+    if layout.cross_entropy in ("fused", "te"):
         names["cross_entropy_loss_fusion"] = True
+    if layout.cross_entropy == "te":
+        names["cross_entropy_fusion_impl"] = "te"
     if layout.cuda_graphs:
         names["cuda_graph_impl"] = "transformer_engine"
     if layout.dispatcher in _FLEX:
@@ -229,6 +231,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cp_comm_type": get_args(CpComm),
     "recompute_granularity": ("selective", "full"),
     "recompute_method": ("uniform", "block"),
+    "cross_entropy_fusion_impl": ("native", "te"),
     "fp8_recipe": tuple(_FP8_RECIPES.values()),
     "optimizer": ("adam", "sgd", "muon"),
     "moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
@@ -310,6 +313,7 @@ def _read_kernels(names: Names) -> dict[str, Any]:
     values: dict[str, Any] = {} if kind is None else {"dispatcher": kind}
     # auto and fused kernels do not keep the scores either
     values["attention"] = "unfused" if names.get("attention_backend") in ("unfused", "local") else "flash"
-    values["cross_entropy"] = "fused" if names.get("cross_entropy_loss_fusion") else "unfused"
+    fused = "te" if names.get("cross_entropy_fusion_impl") == "te" else "fused"
+    values["cross_entropy"] = fused if names.get("cross_entropy_loss_fusion") else "unfused"
     values["cuda_graphs"] = names.get("cuda_graph_impl", "none") != "none"
     return values

@@ -17,7 +17,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ROTATE = {"all_gather": "allgather", "p2p": "alltoall"}
 _FP8 = {"fp8-current": "tensorwise", "fp8-rowwise": "rowwise"}
 _BACKENDS = {"alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
-_ELSEWHERE = re.compile(r"\b(cross_entropy|vpp)=(fused|unfused|chunked|[1-9]\d*)\b")
+_ELSEWHERE = re.compile(r"\b(cross_entropy|vpp)=(fused|unfused|te|chunked|[1-9]\d*)\b")
 Table = dict[str, Any]
 
 
