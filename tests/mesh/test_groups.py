@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives.functional import all_gather
-from shardwise.mesh.groups import axis_group, axis_name, flat_group
+from shardwise.mesh.groups import axis_group, axis_name, flat_group, new_group
 from shardwise.testing import ranks
 
 
@@ -93,3 +93,29 @@ def test_unnamed_mesh_and_dim_named_twice(world):
     assert axis_group(mesh, 0).size() == 1
     with pytest.raises(ValueError, match="one dim twice"):
         flat_group(mesh, (1, -1))
+
+
+def different_histories(world):
+    """Ranks make different numbers of groups first: of parts of the world, and of themselves alone."""
+    for _ in range(world.rank):
+        new_group([world.rank], description="alone")
+    if world.rank < 2:
+        assert members(new_group([1, 0], description="pair")) == [1, 0]
+    mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b"))
+    assert members(flat_group(mesh, (0, 1))) == [3, 1, 2, 0]
+    first, second = (new_group(range(4), description=text) for text in ("first", "second"))
+    assert members(first) == members(second) == [0, 1, 2, 3]
+    assert first.group_name != second.group_name
+    assert axis_name(first) == "first"
+    with pytest.raises(ValueError, match=f"rank {world.rank} is not one of"):
+        new_group([(world.rank + 1) % 4], description="others")
+
+
+@ranks(4)
+def test_ranks_that_made_other_groups_before(world):
+    different_histories(world)
+
+
+@ranks(4, processes=True)
+def test_ranks_that_made_other_groups_before_over_gloo(world):
+    different_histories(world)

@@ -7,13 +7,16 @@ Everything above this module speaks group ranks; `torch.distributed.get_global_r
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 _groups: dict[int, dict[tuple[int, ...], dist.ProcessGroup]] = {}
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _axis_names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +62,33 @@ def _make(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:
     name = "+".join(names[dim] for dim in dims)
     group = mesh.get_group(dims[0]) if len(dims) == 1 else dist.group.WORLD
     if dist.get_process_group_ranks(group) != ranks:
-        options = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mesh_{name}", **options)
+        group = new_group(ranks, description=f"mesh_{name}")
     _axis_names[group] = name
+    return group
+
+
+def new_group(ranks: Sequence[int], *, description: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of these global ranks, in this order, on the default backend. Its members alone call, each at the same place in its program.
+
+    `torch.distributed.new_group` with local synchronization names a group by its ranks and by how many groups the process has. Members
+    that have made different numbers of groups before would wait for each other forever. This name counts only groups of the same ranks.
+    """
+    c10d, world = dist.distributed_c10d, dist.group.WORLD
+    backend, store = c10d._world.pg_map[world]
+    ranks, me = list(ranks), dist.get_rank()
+    if me not in ranks:
+        raise ValueError(f"rank {me} is not one of {ranks}: only the members of a group make it")
+    made = _made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(me),
+        ranks,
+        dist.Backend(backend),
+        store,
+        f"shardwise_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}",
+        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group

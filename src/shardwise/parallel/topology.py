@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwise.mesh.groups import new_group
 from shardwise.spec.layout import Layout
 from shardwise.spec.ranks import GROUPS, dense_grid, expert_grid, hierarchical_groups
 
@@ -26,10 +27,7 @@ class Axis:
 
 
 class GroupMaker:
-    """Makes each set of ranks one process group, once.
-
-    Members of a group meet under a name that counts the groups of the process, so all ranks must make equally many, in one order.
-    """
+    """Makes each set of ranks one process group, once. Members make groups of the same ranks in the same order."""
 
     def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
         self.rank, self._timeout = rank, timeout
@@ -47,7 +45,7 @@ class GroupMaker:
 
     def another(self, members: tuple[int, ...], name: str) -> dist.ProcessGroup:
         """A group of its own, whatever groups these ranks have."""
-        return dist.new_group(list(members), timeout=self._timeout, use_local_synchronization=True, group_desc=f"shardwise_{name}")
+        return new_group(members, description=f"shardwise_{name}", timeout=self._timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,6 @@ def connect(layout: Layout, *, timeout: timedelta | None = None) -> Topology:
     ends = (rank,)
     if rank in (pipeline[0], pipeline[-1]) and len(pipeline) > 1:
         ends = (pipeline[0], pipeline[-1])
-    elif len(pipeline) > 2:
-        maker.another(ends, "embd")  # all ranks make equally many groups
     levels: list[Axis] = []
     if layout.cp_sizes and layout.cp > 1:
         for level in hierarchical_groups(axes["cp"].ranks, layout.cp_sizes):
