@@ -83,6 +83,8 @@ VIEWS = [
     Sample(name="chunk", function=lambda x: x.chunk(3, dim=1), inputs=(T("nc"),), split="nc", vary="n"),
     Sample(name="split", function=lambda x: x.split(5, dim=0), inputs=(T("nc"),), split="nc", vary="c"),
     Sample(name="split with sizes", function=lambda x: x.split((1, 0, x.shape[0] - 1), dim=0), inputs=(T("nc"),), split="nc"),
+    Sample(name="unsafe split", function=lambda x: (x.unsafe_chunk(3, 1), x.unsafe_split_with_sizes((2, x.shape[0] - 2))),
+           inputs=(T("nc"),), split="nc", vary=""),
     Sample(name="unbind", function=lambda x: x.unbind(1), inputs=(T("nck"),), split="nk"),
     Sample(name="cat", function=lambda x, y: torch.cat((x, y, x), dim=1), inputs=(T("nc"), T("nd")), split="ncd"),
     Sample(name="stack", function=lambda x, y: torch.stack((x, y), dim=1), inputs=(T("nc"), T("nc")), split="nc"),

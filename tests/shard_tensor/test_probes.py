@@ -354,3 +354,17 @@ def test_products_with_named_operands(world):
         torch.baddbmm(bias, batch1=x, batch2=b, beta=0.5, alpha=2).full_tensor(), torch.baddbmm(bias, a, b, beta=0.5, alpha=2)
     )
     torch.testing.assert_close(torch.addmm(bias, mat1=x[0], mat2=b[0]).full_tensor(), torch.addmm(bias, a[0], b[0]))
+
+
+@ranks(2)
+def test_sparse_results_are_refused_on_every_rank(world):
+    from shardwise import MissingShardPatch
+
+    x = shard(world.randn(4, 3), world.mesh, dim=0, sizes=(3, 1))
+    with pytest.raises(MissingShardPatch, match="sparse"):
+        x.to_sparse()
+    index = torch.arange(4)
+    with pytest.raises(MissingShardPatch, match="sparse"):
+        torch.sparse_coo_tensor(torch.stack((index, index)), x[:, 0], (4, 4))
+    with pytest.raises(MissingShardPatch, match="sparse"):
+        torch.sparse_csr_tensor(torch.arange(5), index, x[:, 0], (4, 4))

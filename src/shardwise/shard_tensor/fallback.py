@@ -40,6 +40,12 @@ def fallback_rule(op, args: tuple, kwargs: dict):
     full = [leaf_full(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
     full_args, full_kwargs = tree_unflatten(full, structure)
     result = op(*full_args, **full_kwargs)
+    if any(isinstance(r, Tensor) and r.layout is not torch.strided for r in tree_flatten(result)[0]):
+        raise MissingShardPatch(
+            f"{op}, whose result is a sparse tensor",
+            "a ShardTensor holds dense rows",
+            "use the dense form of the op, or message passing by index (index_add, scatter), which stays sharded",
+        )
     schema = op._schema
     if schema.is_mutable:
         for leaf, whole in zip(leaves, full, strict=True):

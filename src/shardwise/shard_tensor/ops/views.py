@@ -14,12 +14,13 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardwise.shard_tensor.fallback import after_write, mark_copied
 from shardwise.shard_tensor.redistribute import redistribute_local
-from shardwise.shard_tensor.registry import shard_function_table, shard_rule
+from shardwise.shard_tensor.registry import call_function, functions, shard_rule
 from shardwise.shard_tensor.regroup import complete_shape, view_specs
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.tensor import ShardTensor, needs_grad
+from shardwise.shard_tensor.tensor import ShardTensor
 
 aten = torch.ops.aten
+_slice = aten.slice.Tensor._op
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
@@ -78,19 +79,19 @@ def view_dtype(op, args, kwargs):
 # ---------------------------------------------------------------------- order of dims
 
 
-def _reordered(x: ShardTensor, local, key, order: Sequence[int]) -> ShardTensor:
-    spec = x._spec
-    out = spec.cached(
-        key,
-        lambda: spec.with_dims([spec.shape[d] for d in order], order, tuple(spec.stride[d] for d in order)),
-    )
-    return _same_memory(ShardTensor(local, out), x)
+def _reordered(spec: ShardTensorSpec, order: Sequence[int]) -> ShardTensorSpec:
+    return spec.with_dims([spec.shape[d] for d in order], order, tuple(spec.stride[d] for d in order))
 
 
 def transpose_local(x: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
-    order = list(range(x._spec.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _reordered(x, x._local_tensor.transpose(dim0, dim1), ("transpose", dim0, dim1), order)
+    spec = x._spec
+
+    def make() -> ShardTensorSpec:
+        order = list(range(spec.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return _reordered(spec, order)
+
+    return _same_memory(ShardTensor(x._local_tensor.transpose(dim0, dim1), spec.cached(("transpose", dim0, dim1), make)), x)
 
 
 @shard_rule(aten.transpose.int)
@@ -107,8 +108,10 @@ def t(op, args, kwargs):
 @shard_rule(aten.permute.default)
 def permute(op, args, kwargs):
     x, dims = args
-    order = tuple(d % x._spec.ndim for d in dims)
-    return _reordered(x, x._local_tensor.permute(order), ("permute", order), order)
+    spec = x._spec
+    order = tuple(d % spec.ndim for d in dims)
+    out = spec.cached(("permute", order), lambda: _reordered(spec, order))
+    return _same_memory(ShardTensor(x._local_tensor.permute(order), out), x)
 
 
 # ---------------------------------------------------------------------- size-1 dims
@@ -173,10 +176,10 @@ def sliced(x: ShardTensor, dim: int, start: int | None, stop: int | None, step: 
     """Rows start:stop:step of `dim`. On a sharded dim each rank keeps those of its own rows; shards may become empty."""
     spec = x._spec
     dim %= spec.ndim
-    local_bounds, out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
+    (first, last), out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
     if spec.sizes[dim] is not None:
         _remember(spec, dim)
-    return _same_memory(ShardTensor(aten.slice.Tensor(x._local_tensor, dim, *local_bounds, step), out), x)
+    return _same_memory(ShardTensor(_slice(x._local_tensor, dim, first, last, step), out), x)
 
 
 def _remember(spec: ShardTensorSpec, dim: int) -> None:
@@ -307,7 +310,7 @@ def _shifted(placement, dim: int):
     return Shard(placement.dim + 1) if isinstance(placement, Shard) and placement.dim >= dim else placement
 
 
-@shard_rule(aten.split.Tensor)
+@shard_rule(aten.split.Tensor, aten.unsafe_split.Tensor)
 def split(op, args, kwargs):
     x, size, dim = (*args, 0)[:3]
     count = x._spec.shape[dim]
@@ -315,7 +318,7 @@ def split(op, args, kwargs):
     return [sliced(x, dim, start, min(start + size, count)) for start in starts]
 
 
-@shard_rule(aten.split_with_sizes.default)
+@shard_rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
 def split_with_sizes(op, args, kwargs):
     x, sizes, dim = (*args, 0)[:3]
     if sum(sizes) != x._spec.shape[dim]:
@@ -365,48 +368,46 @@ def view_as_complex(op, args, kwargs):
 # ---------------------------------------------------------------------- the short way, where nothing is recorded
 
 
-def _fast_transpose(func, args, kwargs):
+def _fast_transpose(func, types, args, kwargs):
     if len(args) != 3 or kwargs or not isinstance(args[0], ShardTensor):
-        return NotImplemented
-    if needs_grad(args[0]):
+        return call_function(func, types, args, kwargs)
+    if torch.is_grad_enabled():
         with _NoTorchFunction():
-            return func(*args)
+            if args[0].requires_grad:
+                return func(*args)
     return transpose_local(*args)
 
 
-def _fast_view(func, args, kwargs):
+def _fast_view(func, types, args, kwargs):
     x = args[0]
     shape = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if kwargs or not isinstance(x, ShardTensor) or not shape or not all(type(n) is int for n in shape):
-        return NotImplemented
-    if needs_grad(x):
+        return call_function(func, types, args, kwargs)
+    if torch.is_grad_enabled():
         with _NoTorchFunction():
-            return func(*args)
+            if x.requires_grad:
+                return func(*args)
     return view(aten.view.default, (x, shape), {})
 
 
-def _fast_getitem(func, args, kwargs):
+def _fast_getitem(func, types, args, kwargs):
     """Slices and integers: local where they cut unsharded dims only."""
     x, index = args
-    if not isinstance(x, ShardTensor):
-        return NotImplemented
-    key = []
-    for item in index if type(index) is tuple else (index,):
-        if type(item) is slice:
-            key.append((item.start, item.stop, item.step))
-        elif type(item) is int:
-            key.append(item)
-        else:
-            return NotImplemented
-    if needs_grad(x):
+    items = index if type(index) is tuple else (index,)
+    for item in items:
+        if type(item) is not slice and type(item) is not int:
+            return call_function(func, types, args, kwargs)
+    if torch.is_grad_enabled():
         with _NoTorchFunction():
-            return func(x, index)
+            if x.requires_grad:
+                return func(x, index)
+    key = tuple((item.start, item.stop, item.step) if type(item) is slice else item for item in items)
     spec = x._spec
     key = ("getitem", *key)
     if key not in spec._cache:
         spec._cache[key] = _getitem_spec(spec, key[1:])
     out = spec._cache[key]
-    return NotImplemented if out is None else _same_memory(ShardTensor(x._local_tensor[index], out), x)
+    return call_function(func, types, args, kwargs) if out is None else _same_memory(ShardTensor(x._local_tensor[index], out), x)
 
 
 def _getitem_spec(spec: ShardTensorSpec, key: tuple) -> ShardTensorSpec | None:
@@ -432,6 +433,5 @@ def _getitem_spec(spec: ShardTensorSpec, key: tuple) -> ShardTensorSpec | None:
     return spec.with_dims(shape, source, tuple(stride))
 
 
-shard_function_table([torch.transpose, torch.Tensor.transpose], _fast_transpose)
-shard_function_table([torch.Tensor.view], _fast_view)
-shard_function_table([torch.Tensor.__getitem__], _fast_getitem)
+functions |= {torch.transpose: _fast_transpose, torch.Tensor.transpose: _fast_transpose}
+functions |= {torch.Tensor.view: _fast_view, torch.Tensor.__getitem__: _fast_getitem}
