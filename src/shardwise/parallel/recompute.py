@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -19,21 +21,29 @@ _CHILDREN = {"mlp": ("mlp", "feed_forward"), "core_attn": ()}  # core attention 
 
 
 def apply_recompute(model: PreTrainedModel, recompute: Recompute, routers: RouterLosses) -> None:
-    """Full: whole decoder layers (`block`: the first `num_layers` of the stage). Selective: the named modules of each layer.
+    """Full: whole decoder layers, of which one input per `num_layers` layers is kept (`uniform`), or the first `num_layers` of the stage,
+    each from its own input (`block`). Selective: the named modules of each layer.
 
     routers: told when a forward runs again, so that it counts nothing twice.
     """
-    _, layers = layer_list(model)
-    here = [layer for layer in layers if not isinstance(layer, Elsewhere)]
     if recompute.granularity == "full":
-        count = recompute.num_layers if recompute.method == "block" and recompute.num_layers else len(here)
-        for layer in here[:count]:
-            _again(layer, routers)
+        groups = layer_groups(model, recompute)
+        if recompute.method == "block" and recompute.num_layers:
+            groups = groups[: recompute.num_layers]
+        for group in groups:
+            _again_together(group, routers)
     elif recompute.granularity == "selective":
         experts = experts_paths(model)
         for name, module in list(model.named_modules()):
             if _chosen(name, module, recompute.modules, experts):
                 _again(module, routers)
+
+
+def layer_groups(model: PreTrainedModel, recompute: Recompute) -> list[list[nn.Module]]:
+    """The decoder layers of this stage, in runs that are recomputed from one input."""
+    here = [layer for layer in layer_list(model)[1] if not isinstance(layer, Elsewhere)]
+    size = (recompute.num_layers or 1) if recompute.granularity == "full" and recompute.method != "block" else 1
+    return [here[start : start + size] for start in range(0, len(here), size)]
 
 
 def _chosen(name: str, module: nn.Module, words: tuple[str, ...], experts: tuple[str, ...]) -> bool:
@@ -49,4 +59,29 @@ def _chosen(name: str, module: nn.Module, words: tuple[str, ...], experts: tuple
 
 
 def _again(module: nn.Module, routers: RouterLosses) -> None:
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), routers.running_again()))
+    module.forward = partial(_checkpointed, module.forward, routers)
+
+
+def _checkpointed(forward: Callable[..., Any], routers: RouterLosses, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), routers.running_again()), **kwargs)
+
+
+def _again_together(layers: Sequence[nn.Module], routers: RouterLosses) -> None:
+    """The model calls its layers one by one, each with arguments of its own: all but the last only note them and pass their input on, and
+    the last runs all of them."""
+    *first, last = layers
+    noted: list[Callable[[Tensor], Tensor]] = []
+    plain = last.forward
+
+    def note(forward: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        noted.append(lambda x: forward(x, *args, **kwargs))
+        return hidden
+
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls = [*noted, lambda x: plain(x, *args, **kwargs)]
+        noted.clear()
+        return _checkpointed(lambda x: reduce(lambda value, call: call(value), calls, x), routers, hidden)
+
+    for layer in first:
+        layer.forward = partial(note, layer.forward)
+    last.forward = run

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.train.config import LoggerConfig
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def iteration_line(values: Mapping[str, Any]) -> str:
@@ -36,11 +40,12 @@ def validation_line(iteration: int, loss: float) -> str:
 
 
 class Log:
-    """Writes on one rank only; `active` says whether this is it."""
+    """Writes on one rank only; `active` says whether this is it. steps: of the whole run, for the progress bar on a terminal."""
 
-    def __init__(self, config: LoggerConfig, *, active: bool, settings: Mapping[str, Any]) -> None:
+    def __init__(self, config: LoggerConfig, *, active: bool, settings: Mapping[str, Any], steps: int = 0) -> None:
         self.active = active
         self._file = self._board = self._wandb = None
+        self._bar = _progress_bar(steps) if active and steps and sys.stdout.isatty() else None
         if not active:
             return
         if config.jsonl:
@@ -58,14 +63,31 @@ class Log:
     def iteration(self, values: Mapping[str, Any]) -> None:
         if not self.active:
             return
-        print(iteration_line(values), flush=True)
+        self._print(iteration_line(values))
         self._write({"kind": "iteration", **values})
 
     def validation(self, iteration: int, loss: float) -> None:
         if not self.active:
             return
-        print(validation_line(iteration, loss), flush=True)
+        self._print(validation_line(iteration, loss))
         self._write({"kind": "validation", "iteration": iteration, "validation loss": loss})
+
+    def line(self, text: str, values: dict[str, Any]) -> None:
+        """One line on the console; `values` where lines of JSON go."""
+        if self.active:
+            self._print(text)
+            self._write(values)
+
+    def step(self, number: int) -> None:
+        """This many steps are done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=number)
+
+    def _print(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, values: dict[str, Any]) -> None:
         if self._file is not None:
@@ -79,8 +101,19 @@ class Log:
             self._wandb.log(numbers, step=values["iteration"])
 
     def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
         for each in (self._file, self._board):
             if each is not None:
                 each.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _progress_bar(steps: int) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(TextColumn("iteration"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar.add_task("iteration", total=steps)
+    bar.start()
+    return bar

@@ -24,6 +24,11 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(table("gpus"))
 
 
+def gpu_aliases() -> tuple[str, ...]:
+    """Every name that `gpu` knows, without spaces and in lower case."""
+    return tuple(_gpu_names())
+
+
 def _gpu_key(name: str) -> str:
     try:
         return _gpu_names()[name.strip().lower().replace("_", "-").replace(" ", "-")]
