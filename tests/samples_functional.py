@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from shardwise.functional import neighborhood_attention
+from shardwise.functional import distance_to_triangles, knn, neighborhood_attention, radius_search
 from tests.samples import Sample, T
 
 SAMPLES = [
@@ -21,5 +21,24 @@ SAMPLES = [
         split="xy",
         sizes={"b": 1, "d": 2, "h": 1, "y": 5},
         vary="b",
+    ),
+    Sample(name="knn", function=partial(knn, k=3), inputs=(T("nd"), T("qd")), split="nq", vary="q"),
+    Sample(
+        name="radius_search, all pairs",
+        function=partial(radius_search, radius=1.5, return_dists=True, return_points=True),
+        inputs=(T("nd"), T("qd")),
+        split="nq",
+    ),
+    Sample(
+        name="radius_search",
+        function=partial(radius_search, radius=1.5, max_points=4, return_dists=True),
+        inputs=(T("nd"), T("qd")),
+        split="nq",
+    ),
+    Sample(
+        name="distance_to_triangles",
+        function=distance_to_triangles,
+        inputs=(T("tcd"), T("pd")),
+        split="tp",
     ),
 ]

@@ -1,5 +1,6 @@
 """Handlers for functions and operators of packages that are imported later, or never."""
 
+import importlib.util
 import sys
 import types
 
@@ -8,6 +9,7 @@ import torch
 
 from shardwise import ShardTensor
 from shardwise.errors import MissingShardPatch
+from shardwise.functional import knn, neighborhood_attention, signed_distance
 from shardwise.shard_tensor import registry
 from shardwise.shard_tensor.tensor import from_local, to_local
 from shardwise.shard_tensor.third_party import connect, third_party
@@ -100,10 +102,62 @@ def test_natten_functions_take_the_sharded_form(package):
 
 @ranks(2)
 def run_natten(world, module):
-    from shardwise.functional import neighborhood_attention
-
     x = shard(world.randn(1, 8, 2, 3), world.mesh, dim=1, sizes=(5, 3))
     expected = neighborhood_attention(x, x, x, 4, dilation=2)
     torch.testing.assert_close(module.na1d(x, x, x, 4, dilation=2, backend="any").to_local(), expected.to_local())
     with pytest.raises(MissingShardPatch, match="natten attention with stride=2"):
         module.na1d(x, x, x, 4, stride=2)
+
+
+SCHEMAS = (
+    "knn_scipy(Tensor points, Tensor queries, SymInt k=3) -> (Tensor, Tensor)",
+    "radius_search_warp(Tensor points, Tensor queries, float radius, SymInt? max_points=None, bool return_dists=False, "
+    "bool return_points=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "signed_distance_field(Tensor mesh_vertices, Tensor mesh_indices, Tensor input_points, float max_dist=100000000., "
+    "bool use_sign_winding_number=False) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@pytest.fixture(scope="module")
+def physicsnemo():
+    """The operators of physicsnemo, without kernels."""
+    if importlib.util.find_spec("physicsnemo") is not None:
+        importlib.import_module("physicsnemo.nn.functional")
+        yield
+        return
+    library = torch.library.Library("physicsnemo", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    yield
+    library._destroy()
+
+
+def test_operators_of_physicsnemo_take_the_sharded_forms(physicsnemo):
+    run_physicsnemo()
+
+
+@ranks(2)
+def run_physicsnemo(world):
+    ops = torch.ops.physicsnemo
+    points, queries = world.randn(9, 3), world.randn(5, 3)
+    split = shard(points, world.mesh, dim=0, sizes=(8, 1)), shard(queries, world.mesh, dim=0, sizes=(2, 3))
+    for mine, other in zip(ops.knn_scipy(*split, 4), knn(points, queries, 4), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other)
+    inside = torch.cdist(queries, points) <= 1.5
+    index, near, distances, count = ops.radius_search_warp(*split, 1.5, 20, True, True)
+    assert count.full_tensor().tolist() == inside.sum(1).tolist()
+    assert index.dtype is torch.int32 and index.shape == (5, 20)
+    there = torch.arange(20) < count.full_tensor().unsqueeze(1)
+    torch.testing.assert_close(near.full_tensor(), torch.where(there.unsqueeze(-1), points[index.full_tensor()], 0.0))
+    assert not distances.full_tensor()[~there].any()
+    index, near, distances, count = ops.radius_search_warp(*split, 1.5)
+    assert torch.equal(index.full_tensor(), inside.nonzero().T.int())
+    assert [tuple(x.shape) for x in (near, distances, count)] == [(0, 3), (0,), (0,)]
+    corners, faces = points[:3], torch.tensor([0, 1, 2], dtype=torch.int32)
+    expected = signed_distance(corners, faces.view(1, 3).long(), queries)
+    limit = float(expected[0].median())
+    for mine, other in zip(ops.signed_distance_field(corners, faces, split[1], limit), expected, strict=True):
+        far = expected[0].abs() > limit
+        near = mine.full_tensor()
+        torch.testing.assert_close(near[~far], other[~far])
+        assert (near[far].isnan() if near.is_floating_point() else near[far] == -1).all()
