@@ -1,7 +1,10 @@
 """Samples of pointwise ops, products, views and factories."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.samples import FLOATS, Sample, T
 
@@ -43,6 +46,21 @@ POINTWISE = [
     Sample(name="mixed dtypes", function=lambda x, y: x + y, inputs=(T("nc"), T("nc", "index", 9)), split="nc"),
     Sample(name="lerp", function=lambda x, y: torch.lerp(x, y, 0.3), inputs=(T("nc"), T("nc")), split="nc"),
     Sample(name="addcmul", function=torch.addcmul, inputs=(T("nc"), T("nc"), T("nc")), split="nc"),
+    Sample(
+        name="in-place activations",
+        function=lambda x: [f(x * 1) for f in (partial(F.hardswish, inplace=True), partial(F.mish, inplace=True), F.relu6, Tensor.abs_)],
+        inputs=(T("nc"),),
+        split="nc",
+    ),
+    Sample(
+        name="in-place comparisons",
+        function=lambda x, y: (x.clone().ge_(0.1), x.clone().lt_(y), x.clone().copysign_(y)),
+        inputs=(T("nc"), T("nc")),
+        split="nc",
+        grads=False,
+    ),
+    Sample(name="rsub", function=torch.rsub, inputs=(T("nc"), T("nc")), split="nc"),
+    Sample(name="frexp", function=torch.frexp, inputs=(T("nc"),), split="nc", grads=False),
     Sample(name="in-place add and mul", function=lambda x, y: x.clone().add_(y).mul_(2), inputs=(T("nc"), T("nc")), split="nc"),
 ]
 

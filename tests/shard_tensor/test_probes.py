@@ -368,3 +368,15 @@ def test_sparse_results_are_refused_on_every_rank(world):
         torch.sparse_coo_tensor(torch.stack((index, index)), x[:, 0], (4, 4))
     with pytest.raises(MissingShardPatch, match="sparse"):
         torch.sparse_csr_tensor(torch.arange(5), index, x[:, 0], (4, 4))
+
+
+@ranks(2)
+def test_in_place_forms_without_torchs_pointwise_tag_stay_local(world):
+    from shardwise import fallback
+
+    x = shard(world.randn(4, 3), world.mesh, dim=0, sizes=(3, 1))
+    with fallback("error"):
+        for write in (F.hardswish, F.mish):
+            write(x.clone(), inplace=True)
+        for name in ("abs_", "ge_", "copysign_", "true_divide_", "not_equal_"):
+            getattr(x.clone(), name)(*() if name == "abs_" else (0.5,))

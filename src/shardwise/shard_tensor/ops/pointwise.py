@@ -69,6 +69,9 @@ UNTAGGED = {
     aten.sigmoid_backward.default,
     aten.log_sigmoid_forward.default,
     aten.log_sigmoid_backward.default,
+    aten.hardswish.default,
+    aten.rsub.Tensor,
+    aten.frexp.Tensor,
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
 }
@@ -98,9 +101,20 @@ _IN_PLACE: set = set()
 def is_pointwise(op) -> bool:
     if op._schema.is_mutable:
         _IN_PLACE.add(op)
-    if op in UNTAGGED:
+    form = _new_tensor_form(op)
+    if op in UNTAGGED or form in UNTAGGED:
         return True
-    return _pointwise_tag in op.tags and torch.Tag.nondeterministic_seeded not in op.tags and not op._schema.name.endswith("dropout")
+    tagged = _pointwise_tag in op.tags or _pointwise_tag in form.tags
+    return tagged and torch.Tag.nondeterministic_seeded not in op.tags and not op._schema.name.endswith("dropout")
+
+
+def _new_tensor_form(op):
+    """The form of an in-place operator that returns a new tensor; torch tags many as pointwise in that form alone."""
+    name = op._schema.name.partition("::")[2]
+    if not op._schema.is_mutable or name.startswith("_") or not name.endswith("_"):
+        return op
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, op._overloadname, op) if packet is not None else op
 
 
 def pointwise_rule(op, args: tuple, kwargs: dict):
