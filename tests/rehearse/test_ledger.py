@@ -25,13 +25,13 @@ def test_forward_and_backward_of_two_products():
     whole, hidden, matrix = 4 * rows * width, 4 * rows * inner, 4 * width * inner
     # the sum: hidden values after relu, the output and the loss are kept, the squares are not
     assert ledger.peak("forward").categories == {
-        "weights": 2 * matrix, "weight_casts": 0, "gradients": 0, "optimizer": 0,
-        "activations": hidden + whole + 4, "temporaries": whole + whole,
+        "weights": 2 * matrix, "gradients": 0, "optimizer": 0,
+        "activations": hidden + whole + 4, "loss": 0, "temporaries": whole + whole,
     }  # fmt: skip
     # the last gradient: the hidden values' own is there, the loss and its gradient of one, and x, which the test holds
     assert ledger.peak("backward").categories == {
-        "weights": 2 * matrix, "weight_casts": 0, "gradients": 2 * matrix, "optimizer": 0,
-        "activations": 8, "temporaries": hidden + whole,
+        "weights": 2 * matrix, "gradients": 2 * matrix, "optimizer": 0,
+        "activations": 8, "loss": 0, "temporaries": hidden + whole,
     }  # fmt: skip
 
 

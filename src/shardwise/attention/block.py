@@ -158,9 +158,10 @@ class Rows:
         self._sum, self.total, self.maximum = both[..., :-1], both[..., -1], maximum
 
     def result(self, dtype: torch.dtype) -> Result:
-        """The output in `dtype`; rows that see no key are 0."""
-        out = self._sum / self.total.masked_fill(self.total == 0, 1.0)[..., None]
-        return Result(out=out.to(dtype), maximum=self.maximum, total=self.total)
+        """The output in `dtype`; rows that see no key are 0. Heads of a row lie together in memory, as the next layer reads them."""
+        whole = self._sum / self.total.masked_fill(self.total == 0, 1.0)[..., None]
+        out = torch.empty_like(whole.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).copy_(whole.transpose(1, 2))
+        return Result(out=out.transpose(1, 2), maximum=self.maximum, total=self.total)
 
 
 @dataclass(frozen=True, kw_only=True)

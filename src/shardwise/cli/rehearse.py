@@ -15,8 +15,8 @@ from shardwise.cli.train import Overrides, RecipeName
 from shardwise.errors import LayoutError
 
 if TYPE_CHECKING:
-    from shardwise.rehearse.compare import Comparison
-    from shardwise.rehearse.step import RankRehearsal
+    from shardwise.rehearse.compare import Comparison, Sent
+    from shardwise.rehearse.step import RankRehearsal, Traffic
     from shardwise.train.plan import RunPlan
 
 GIB = 2.0**30
@@ -64,7 +64,7 @@ def rehearse(
         print_json(_json(chosen, results))
     else:
         _print(chosen, results)
-    return OK
+    return OK if all(compared is None or compared.same_parameters for _, compared in results) else FINDING
 
 
 def _json(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None]]) -> dict[str, Any]:
@@ -90,11 +90,17 @@ def _json(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None]
                     {"term": term.name, "rehearsed_gib": _in_gib(term.rehearsed), "predicted_gib": _in_gib(term.predicted)}
                     for term in (compared.terms if compared else ())
                 ],
-                "messages": [asdict(each) for each in found.traffic],
+                "messages": [_message(each) for each in (compared.sent if compared else found.traffic)],
             }
             for found, compared in results
         ],
     }
+
+
+def _message(each: Sent | Traffic) -> dict[str, Any]:
+    fields = asdict(each)
+    fields["predicted_bytes"] = fields.pop("predicted", None)
+    return fields
 
 
 def _in_gib(size: float | None) -> float | None:
@@ -131,11 +137,21 @@ def _print(chosen: RunPlan, results: list[tuple[RankRehearsal, Comparison | None
         print_table(title, ["term", "rehearsed"], [(name, _cell(size)) for name, size in heaviest.pass_peak.categories.items()])
     print_table(
         f"What rank {heaviest.rank} sends in a step",
-        ["collective", "axis", "calls", "MiB"],
-        [(each.collective, each.axis, each.calls, f"{each.bytes / 2**20:,.1f}") for each in heaviest.traffic],
+        ["collective", "axis", "calls", "MiB", "predicted"],
+        [
+            (each.collective, each.axis, each.calls, _mib(each.bytes), _mib(getattr(each, "predicted", None)))
+            for each in (compared.sent if compared else heaviest.traffic)
+        ],
         text=(0, 1),
     )
+    wrong = [found.rank for found, compared in results if compared is not None and not compared.same_parameters]
+    if wrong:
+        print_lines([f"differs: the description of the model has other parameters for ranks {', '.join(map(str, wrong))}"])
     print_lines(NOTES)
+
+
+def _mib(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.1f}"
 
 
 def _cell(size: float | None) -> str:

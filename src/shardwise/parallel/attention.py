@@ -65,7 +65,11 @@ def attention(
             s_aux = s_aux.chunk(split.topology["tp"].size)[split.topology["tp"].rank]
         return _plain(query, key, value, scaling, sliding_window, softcap, s_aux).transpose(1, 2).contiguous(), None
     gqa = query.shape[1] != key.shape[1]
-    if split is None or (split.topology.layout.cp == 1 and split.segments is None and sliding_window is None):
+    if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+        value = value.contiguous()  # a view would keep for the backward what it was cut from
+    # torch's CPU kernels keep all scores where keys and values have unequal widths
+    plain = sliding_window is None and (query.device.type != "cpu" or value.shape[-1] == query.shape[-1])
+    if split is None or (split.topology.layout.cp == 1 and split.segments is None and plain):
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
         return out.transpose(1, 2).contiguous(), None
     window = None if sliding_window is None else (sliding_window - 1, None)

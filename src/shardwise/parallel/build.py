@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from shardwise.errors import ModelError
 from shardwise.parallel import attention
 from shardwise.parallel.experts import Dispatch, split_experts
 from shardwise.parallel.part import Held, Part
-from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.recompute import apply_recompute, layer_groups
 from shardwise.parallel.roles import Roles, layer_list, read_roles
 from shardwise.parallel.router import Balance, RouterLosses, watch_routers
-from shardwise.parallel.stage import Elsewhere, StageModule, build_meta, cut, embedding_name, tied_name
+from shardwise.parallel.saved import Savings, save_less
+from shardwise.parallel.stage import StageModule, build_meta, cut, embedding_name, tied_name
 from shardwise.parallel.tensor import Rows, TensorGroup, sharing_ranks, split_block, split_embedding, split_head
 from shardwise.parallel.topology import Topology
 from shardwise.parallel.weights import materialize
@@ -29,7 +30,8 @@ from shardwise.spec.stages import split
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """What one rank trains. stages: by stage index, in token order. parameters: every parameter once, with what it is part of."""
+    """What one rank trains. stages: by stage index, in token order. parameters: every parameter once, with what it is part of. dtype: of
+    activations and products; parameters have it too, but those that FSDP2 shards, which are float32 and gathered in it."""
 
     topology: Topology
     config: Any
@@ -37,6 +39,8 @@ class ParallelModel:
     parameters: list[tuple[nn.Parameter, Held]]
     rows: Rows
     routers: RouterLosses
+    savings: Savings
+    dtype: torch.dtype
 
     @property
     def vocab(self) -> int:
@@ -60,20 +64,23 @@ def parallelize_model(
     balance: Balance | None = None,
     source: Mapping[str, Tensor] | None = None,
     fill: Callable[..., None] = materialize,
+    dtype: torch.dtype = torch.float32,
 ) -> ParallelModel:
     """Build what this rank holds of the model of a `transformers` config.
 
     seed: initial weights depend on it alone, not on the layout. source: whole tensors by name to take weights from instead. balance:
-    auxiliary router losses. fill: gives the cut and split meta model its weights. Communication: process groups of shared key heads, FSDP's
-    first gather. Raises `ModelError` when a module cannot be split as the layout says.
+    auxiliary router losses. fill: gives the cut and split meta model its weights. dtype: of activations and matrix products; gradients are
+    float32 for any. Communication: process groups of shared key heads, FSDP's first gather. Raises `ModelError` when a module cannot be
+    split as the layout says.
     """
     attention.register()
     layout = topology.layout
     whole = build_meta(config)
     rows, routers = Rows(), RouterLosses(topology=topology, balance=balance or Balance())
+    savings = Savings(active=dtype != torch.float32)
     stages: dict[int, StageModule] = {}
     parameters: list[tuple[nn.Parameter, Held]] = []
-    tp = _tensor_group(config.get_text_config(), topology, rows)
+    tp = _tensor_group(config.get_text_config(), topology, rows, savings)
     meshes = _meshes(topology, device.type) if layout.sharding == "fsdp2" else {}
     for stage in split(layout, len(layer_list(whole)[1])):
         if stage.rank != topology.pp_rank:
@@ -84,17 +91,28 @@ def parallelize_model(
         cut(model, stage)
         held = _held(model, whole)
         _split(model, roles, topology, tp, held)
-        fill(model, whole, held, seed=seed, device=device, source=source)
+        fill(model, whole, held, seed=seed, device=device, source=source, dtype=torch.float32 if meshes else dtype)
         model.train()
+        if savings.active:
+            save_less(model, roles, savings)
         watch_routers(model, roles, routers)
         apply_recompute(model, layout.recompute, routers)
         module = StageModule(model, stage)
         if meshes:
-            _shard(module, roles, meshes, layout)
+            _shard(module, roles, meshes, layout, dtype)
         stages[stage.index] = module
         known = {f"model.{name}": info for name, info in held.items()}
         parameters += [(parameter, known[name]) for name, parameter in module.named_parameters()]
-    return ParallelModel(topology=topology, config=config, stages=stages, parameters=parameters, rows=rows, routers=routers)
+    return ParallelModel(
+        topology=topology,
+        config=config,
+        stages=stages,
+        parameters=parameters,
+        rows=rows,
+        routers=routers,
+        savings=savings,
+        dtype=dtype,
+    )
 
 
 def _held(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Held]:
@@ -110,13 +128,13 @@ def _held(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Held]:
     return result
 
 
-def _tensor_group(config: Any, topology: Topology, rows: Rows) -> TensorGroup | None:
+def _tensor_group(config: Any, topology: Topology, rows: Rows, savings: Savings) -> TensorGroup | None:
     axis, layout = topology["tp"], topology.layout
     if axis.group is None:
         return None
     same = sharing_ranks(getattr(config, "num_key_value_heads", 0) or 0, axis.ranks, axis.rank)
     sharing = topology.maker.group(same, "kv") if same else None
-    return TensorGroup(group=axis.group, sharing=sharing, rank=axis.rank, size=axis.size, sequence=layout.sp, rows=rows)
+    return TensorGroup(group=axis.group, sharing=sharing, rank=axis.rank, size=axis.size, sequence=layout.sp, rows=rows, savings=savings)
 
 
 def _split(model: PreTrainedModel, roles: Roles, topology: Topology, tp: TensorGroup | None, held: dict[str, Held]) -> None:
@@ -189,15 +207,18 @@ def _mesh(topology: Topology, name: str, size: int, device: str) -> DeviceMesh:
     return DeviceMesh.from_group([replicas, shards], device, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(module: StageModule, roles: Roles, meshes: dict[str, DeviceMesh], layout: Layout) -> None:
+def _shard(module: StageModule, roles: Roles, meshes: dict[str, DeviceMesh], layout: Layout, dtype: torch.dtype) -> None:
     """FSDP2 over the data parallel ranks, the experts over theirs. Gradients are summed, not averaged: the loss is normalised before."""
     model = module.model
-    options = {"mesh": meshes["dp_cp"], "reshard_after_forward": layout.reshard_after_forward}
+    low = {} if dtype == torch.float32 else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    options = {"mesh": meshes["dp_cp"], "reshard_after_forward": layout.reshard_after_forward, **low}
     sharded = [
         fully_shard(model.get_submodule(path), **{**options, "mesh": meshes["expt_dp"]}) for path in roles.experts if _present(model, path)
     ]
-    sharded += [fully_shard(layer, **options) for layer in layer_list(model)[1] if not isinstance(layer, Elsewhere)]
-    sharded.append(fully_shard(module, mesh=meshes["dp_cp"], reshard_after_forward=False))
+    for group in layer_groups(model, layout.recompute):
+        fully_shard(group, **options)  # layers that are recomputed together are gathered together
+        sharded += group
+    sharded.append(fully_shard(module, mesh=meshes["dp_cp"], reshard_after_forward=False, **low))
     for each in sharded:
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)

@@ -99,7 +99,10 @@ class _Call:
             keep = kept_choices(index, weights.detach(), self.dispatch.count, self.dispatch.capacity_factor).reshape(-1)
         order = torch.argsort(torch.where(keep, flat, self.dispatch.count), stable=True)[: int(keep.sum())]
         result = self._exchange(hidden[order // choices], flat[order])
-        back = hidden.new_zeros(tokens * choices, width).index_copy(0, order, result)
+        if len(order) < len(flat):
+            result = torch.cat((result, result.new_zeros(1, width)))  # what a dropped choice gives
+        place = order.new_full(flat.shape, len(order)).scatter(0, order, torch.arange(len(order), device=order.device))
+        back = result.index_select(0, place)
         return (back.view(tokens, choices, width) * weights.unsqueeze(-1).to(back.dtype)).sum(1)
 
     def _exchange(self, rows: Tensor, expert: Tensor) -> Tensor:

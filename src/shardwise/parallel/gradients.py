@@ -25,7 +25,7 @@ def local(x: Tensor) -> Tensor:
 def gradient(parameter: nn.Parameter) -> Tensor:
     """The local gradient; zeros where nothing reached the parameter (an expert without tokens)."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return local(parameter.grad)
 
 

@@ -8,6 +8,7 @@ another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -136,9 +137,11 @@ class _Run:
         x = batch.tokens if stage == 0 else self._receive(("F", stage, m))
         if stage and self.backward:
             x.requires_grad_()
-        out = module(x, batch.positions, batch.split)
+        with self.model.savings.saving() if self.model.savings.active else nullcontext():
+            out = module(x, batch.positions, batch.split)
+            if stage == self.last:
+                out = self.loss(out, batch.labels)
         if stage == self.last:
-            out = self.loss(out, batch.labels)
             self.total += out.detach()
         else:
             self._send(("F", stage + 1, m), out.detach())
@@ -193,7 +196,7 @@ class _Run:
         while message not in channel.waiting:
             following = channel.expected[channel.posted]
             channel.posted += 1
-            buffer = torch.empty(self._shape(following[2]), device=self.total.device)
+            buffer = torch.empty(self._shape(following[2]), device=self.total.device, dtype=self.model.dtype)
             work = dist.irecv(buffer, self.model.topology["pp"].ranks[source], group=self.pipeline.group(source, self.rank))
             assert work is not None
             channel.waiting[following] = (work, buffer)

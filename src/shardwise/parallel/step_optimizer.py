@@ -21,7 +21,8 @@ Make = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """A tensor the optimizer updates: this rank's `rows` (of dim 0) of a parameter. copies: ranks of the world with the same elements."""
+    """A tensor the optimizer updates: this rank's `rows` (of dim 0) of a parameter, in float32. It is the parameter itself where that is
+    whole and float32. copies: ranks of the world with the same elements."""
 
     value: Tensor
     parameter: nn.Parameter
@@ -61,11 +62,13 @@ class StepOptimizer:
             rows, copies = (0, held.part.local_shape[0]), held.copies * replicas
             if isinstance(parameter, DTensor):
                 rows, copies = fsdp_rows(parameter), copies // _shard_ranks(parameter)
-            yield Updated(value=parameter, parameter=parameter, held=held, rows=rows, copies=copies)
+            yield Updated(value=_precise(parameter), parameter=parameter, held=held, rows=rows, copies=copies)
 
     def zero_grad(self) -> None:
         for parameter, _ in self.model.parameters:
             parameter.grad = None
+        for each in self.updated:
+            each.value.grad = None
 
     def step(self) -> float:
         """Reduce, clip, update. Returns the gradient norm before clipping. All ranks call it together."""
@@ -77,6 +80,7 @@ class StepOptimizer:
             for axis, members in _by_axis(self.model):
                 if axis.group is not None:
                     sum_flat([gradient(parameter) for parameter, _ in members], axis.group)
+        self._hand_over()
         grads = [local(each.value.grad) for each in self.updated if each.value.grad is not None]
         norm = squared_norm(
             self.model, ((local(each.value.grad), each.copies, each.held.counted) for each in self.updated if each.value.grad is not None)
@@ -85,14 +89,26 @@ class StepOptimizer:
             for grad in grads:
                 grad.mul_(self.clip / (float(norm) + 1e-6))
         self.optimizer.step()
-        for shard in self.shards:
-            shard.publish()
+        self.publish()
         return float(norm)
 
-    def reload(self) -> None:
-        """Take the weights of the model as the optimizer's own (after a checkpoint was loaded into the model)."""
+    def _hand_over(self) -> None:
+        """Gradients of whole parameters to what is updated in their place."""
+        for each in self._apart():
+            each.value.grad = gradient(each.parameter)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """What is updated into the parameters that compute. All ranks call it together."""
+        for each in self._apart():
+            each.parameter.copy_(each.value)
         for shard in self.shards:
-            shard.adopt()
+            shard.publish()
+
+    def _apart(self) -> Iterator[Updated]:
+        """What is updated in the place of a whole parameter."""
+        whole = [self.updated] if not self.shards else [shard.updated for shard in self.shards if shard.axis.group is None]
+        return (each for some in whole for each in some if each.value is not each.parameter)
 
 
 def fsdp_rows(parameter: DTensor) -> Span:
@@ -132,7 +148,7 @@ class _Shard:
         self.sizes = [sum(rows[rank][1] * _width(p) - rows[rank][0] * _width(p) for p, rows in self._pairs()) for rank in range(axis.size)]
         self.updated = [
             Updated(
-                value=parameter if axis.size == 1 else nn.Parameter(parameter.detach()[slice(*rows[axis.rank])].clone()),
+                value=_precise(parameter) if axis.size == 1 else nn.Parameter(parameter.detach()[slice(*rows[axis.rank])].float().clone()),
                 parameter=parameter,
                 held=held,
                 rows=rows[axis.rank],
@@ -144,12 +160,19 @@ class _Shard:
     def _pairs(self) -> Iterable[tuple[nn.Parameter, tuple[Span, ...]]]:
         return zip(self.parameters, self.rows, strict=True)
 
+    @staticmethod
+    def _pieces(x: Tensor, rows: tuple[Span, ...]) -> tuple[Tensor, ...]:
+        """The rows of every rank, flat."""
+        width = x.numel() // x.shape[0] if x.shape[0] else 0
+        return x.detach().reshape(-1).split([(stop - start) * width for start, stop in rows])
+
     def reduce(self) -> None:
         """The summed gradient of this rank's rows."""
         if self.axis.group is None:
             return
-        pieces = [gradient(p)[slice(*rows[rank])].reshape(-1) for rank in range(self.axis.size) for p, rows in self._pairs()]
-        own = reduce_scatter(torch.cat(pieces), 0, self.sizes, self.axis.group)
+        by_parameter = [self._pieces(gradient(parameter), rows) for parameter, rows in self._pairs()]
+        flat = torch.cat([piece for pieces in zip(*by_parameter, strict=True) for piece in pieces])
+        own = reduce_scatter(flat, 0, self.sizes, self.axis.group)
         for each, grad in zip(self.updated, own.split([each.value.numel() for each in self.updated]), strict=True):
             each.value.grad = grad.view_as(each.value)
 
@@ -158,20 +181,16 @@ class _Shard:
         """Every rank's new rows into the parameters."""
         if self.axis.group is None:
             return
-        flat = torch.cat([each.value.detach().reshape(-1) for each in self.updated])
+        flat = torch.cat([each.value.detach().reshape(-1) for each in self.updated]).to(self.parameters[0].dtype)
         everything = all_gather(flat, 0, self.sizes, self.axis.group)
-        at = 0
-        for rank in range(self.axis.size):
-            for parameter, rows in self._pairs():
-                start, stop = rows[rank]
-                size = (stop - start) * _width(parameter)
-                parameter[start:stop].copy_(everything[at : at + size].view(parameter[start:stop].shape))
-                at += size
+        by_parameter = [self._pieces(parameter, rows) for parameter, rows in self._pairs()]
+        targets = [piece for pieces in zip(*by_parameter, strict=True) for piece in pieces]
+        torch._foreach_copy_(targets, everything.split([target.numel() for target in targets]))
 
-    @torch.no_grad()
-    def adopt(self) -> None:
-        for each in self.updated if self.axis.size > 1 else ():
-            each.value.copy_(each.parameter[slice(*each.rows)])
+
+def _precise(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, or a float32 copy of one with fewer bits, whose small updates would be rounded away."""
+    return parameter if parameter.dtype not in (torch.bfloat16, torch.float16) else nn.Parameter(parameter.detach().float())
 
 
 def _width(parameter: nn.Parameter) -> int:

@@ -21,6 +21,7 @@ from shardwise.collectives.functional import all_gather, reduce_scatter, sum_for
 from shardwise.errors import ModelError
 from shardwise.parallel.part import Held, Part
 from shardwise.parallel.roles import LinearRole
+from shardwise.parallel.saved import Savings
 from shardwise.spec.sequence import even_sizes
 from shardwise.spec.spans import Span, spans_of
 
@@ -47,6 +48,7 @@ class TensorGroup:
     size: int
     sequence: bool
     rows: Rows
+    savings: Savings
 
     def span(self, units: int) -> Span:
         return spans_of(even_sizes(units, self.size))[self.rank]
@@ -59,7 +61,8 @@ class TensorGroup:
     def enter(self, x: Tensor) -> Tensor:
         """Whole rows in a block, from what lies between blocks."""
         if self.sequence:
-            return all_gather(x, x.ndim - 2, self._sizes(x), self.group)
+            dim, sizes, part = x.ndim - 2, self._sizes(x), x.detach()
+            return self.savings.again(all_gather(x, dim, sizes, self.group), lambda: all_gather(part, dim, sizes, self.group))
         return sum_gradient(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:

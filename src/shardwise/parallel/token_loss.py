@@ -21,34 +21,38 @@ def token_loss(logits: Tensor, labels: Tensor, vocab: int, group: dist.ProcessGr
     logits: [B, S, this rank's run of the vocabulary]. labels: [B, S], `IGNORED` where no loss is taken. Every rank of the group gets
     the same sum. Communication: three all-reduces of [B, S].
     """
-    logits = logits.float().flatten(0, -2)
+    logits = logits.flatten(0, -2)
     labels = labels.flatten()
     if group is None or group.size() == 1:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     start = sum(even_sizes(vocab, group.size())[: group.rank()])
     return _SplitCrossEntropy.apply(logits, labels, start, group)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
+    """Keeps the probabilities, in float32."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
-        top = all_reduce(logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf), group, "max")
+        top = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
+        top = all_reduce(top.float(), group, "max")
         shifted = logits - top.unsqueeze(-1)
-        exponents = shifted.exp()
         here = (labels >= start) & (labels < start + logits.shape[-1])
         column = torch.where(here, labels - start, 0)
         target = shifted.new_zeros(labels.shape)
         if logits.shape[-1]:
             target = torch.where(here, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
+        exponents = shifted.exp_()
         total, target = all_reduce(torch.stack((exponents.sum(-1), target)), group)
         counted = labels != IGNORED
+        ctx.dtype = logits.dtype
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), column, here, counted)
         return torch.where(counted, total.log() - target, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, column, here, counted = ctx.saved_tensors
-        result = probabilities * counted.unsqueeze(-1)
+        result = probabilities * (counted * grad).unsqueeze(-1)
         if result.shape[-1]:
-            result.scatter_add_(-1, column.unsqueeze(-1), -(here & counted).unsqueeze(-1).to(result.dtype))
-        return result * grad, None, None, None
+            result.scatter_add_(-1, column.unsqueeze(-1), ((here & counted) * -grad).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None

@@ -67,8 +67,12 @@ def materialize(
     seed: int,
     device: torch.device,
     source: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Give the cut and split meta `model` its weights: of `source` (whole tensors by name) where given, else initial ones."""
+    """Give the cut and split meta `model` its weights: of `source` (whole tensors by name) where given, else initial ones.
+
+    dtype: of parameters; buffers keep theirs. Gradients of all are added up in float32.
+    """
     tied = tied_name(whole)
     tied_to = embedding_name(whole).removesuffix(".weight")
     made: dict[int, nn.Parameter] = {}
@@ -89,11 +93,19 @@ def materialize(
             if id(parameter) not in made:
                 info = held[f"{path}.{name}"]
                 full = source[info.name] if source is not None and info.name in source else filled.get_parameter(name)
-                made[id(parameter)] = nn.Parameter(info.part.take(full).to(device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = trainable(info.part.take(full).to(device, dtype), like=parameter)
             _set(unit, name, made[id(parameter)])
         for name, _ in list(unit.named_buffers()):
             full = source.get(f"{path}.{name}") if source is not None else None
             _set(unit, name, (filled.get_buffer(name) if full is None else full).detach().clone().to(device))
+
+
+def trainable(value: Tensor, *, like: nn.Parameter) -> nn.Parameter:
+    """A parameter whose gradients are added up in float32 where it has fewer bits."""
+    made = nn.Parameter(value, requires_grad=like.requires_grad)
+    if value.dtype in (torch.bfloat16, torch.float16):
+        made.grad_dtype = torch.float32
+    return made
 
 
 def _tie(unit: nn.Module, made: Mapping[int, nn.Parameter]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.planner.estimator import Estimator
 from shardwise.rehearse.step import RankRehearsal
+from shardwise.rehearse.traffic import Volumes, predicted_volumes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.stages import rank_params
 from shardwise.train.plan import RunPlan
@@ -13,11 +14,10 @@ from shardwise.train.plan import RunPlan
 # term: (categories of the ledger, terms of the planner)
 _TERMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "weights": (("weights",), ("weights", "low_precision_weights")),
-    "weights cast to bf16": (("weight_casts",), ()),
     "gradients": (("gradients",), ("gradients",)),
     "optimizer state": (("optimizer",), ("optimizer",)),
     "activations": (("activations",), ("activations",)),
-    "temporaries": (("temporaries",), ("loss", "working_set", "gathered", "weight_gradient_buffers")),
+    "loss and temporaries": (("loss", "temporaries"), ("loss", "working_set", "gathered", "weight_gradient_buffers")),
     "kernel workspace": ((), ("framework",)),
 }
 
@@ -32,12 +32,28 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What a rank sends in a step by one collective over one axis. predicted: bytes; None where the planner counts nothing."""
+
+    collective: str
+    axis: str
+    calls: int
+    bytes: int
+    predicted: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """parameters: exact count of the planner's description for this rank. terms: sum to the totals."""
 
     rank: RankRehearsal
     parameters: int
     terms: tuple[Term, ...]
+    sent: tuple[Sent, ...]
+
+    @property
+    def same_parameters(self) -> bool:
+        return self.parameters == self.rank.parameters
 
     @property
     def predicted(self) -> float:
@@ -51,7 +67,9 @@ class Comparer:
         assert plan.spec is not None
         model = plan.spec.replace(vocab_divisor=1)  # the runtime does not pad the vocabulary
         self._params = rank_params(model, plan.layout)
-        self._memory = Estimator(model, cluster, seq_len=plan.config.model.seq_length, stack=stack).memory(plan.layout)
+        self._layout = plan.layout
+        self._estimator = Estimator(model, cluster, seq_len=plan.config.model.seq_length, stack=stack)
+        self._memory = self._estimator.memory(plan.layout)
 
     def compare(self, rank: RankRehearsal) -> Comparison:
         """Terms at the peak of the passes: the planner does not model the update."""
@@ -65,4 +83,17 @@ class Comparer:
                     predicted=sum(predicted.get(each, 0.0) for each in theirs) if theirs else None,
                 )
             )
-        return Comparison(rank=rank, parameters=self._params[rank.pp_rank].total, terms=tuple(terms))
+        sent = _sent(rank, predicted_volumes(self._estimator, self._layout, rank.pp_rank))
+        return Comparison(rank=rank, parameters=self._params[rank.pp_rank].total, terms=tuple(terms), sent=sent)
+
+
+def _sent(rank: RankRehearsal, expected: Volumes) -> tuple[Sent, ...]:
+    """Messages beside their prediction. Axes of equal members share a group, so a prediction belongs to the row that names its axis."""
+    left = dict(expected)
+    rows = []
+    for each in rank.traffic:
+        keys = [(each.collective, axis) for axis in each.axis.split("/") if (each.collective, axis) in left]
+        size = sum(left.pop(key) for key in keys) if keys else None
+        rows.append(Sent(collective=each.collective, axis=each.axis, calls=each.calls, bytes=each.bytes, predicted=size))
+    rows += [Sent(collective=name, axis=axis, calls=0, bytes=0, predicted=size) for (name, axis), size in left.items()]
+    return tuple(sorted(rows, key=lambda row: (row.axis, row.collective)))

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.rehearse.known import UNREAD, Value, grouped_product, outcome, spread, tensors, unknown
 
 Phase = Literal["forward", "backward", "update"]
-Category = Literal["weights", "weight_casts", "gradients", "optimizer", "activations", "temporaries"]
-CATEGORIES: tuple[Category, ...] = ("weights", "weight_casts", "gradients", "optimizer", "activations", "temporaries")
+Category = Literal["weights", "gradients", "optimizer", "activations", "loss", "temporaries"]
+CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer", "activations", "loss", "temporaries")
 _aten = torch.ops.aten
 
 
@@ -73,6 +73,15 @@ class Ledger(TorchDispatchMode):
             yield
         finally:
             self._inside = "update"
+
+    @contextmanager
+    def loss(self) -> Iterator[None]:
+        """What ops inside make and a backward finds belongs to the loss."""
+        first = len(self._all)
+        yield
+        for storage in self._all[first:]:
+            if storage.died == float("inf"):
+                storage.category = "loss"
 
     def hold(self, made: Iterable[Tensor], category: Category) -> None:
         """These tensors are of this category, whenever they were made."""
@@ -160,8 +169,6 @@ class Ledger(TorchDispatchMode):
                 self._record(tensor).value = value
         if func is torch.ops.c10d.send.default:
             return _arrived()
-        if func is _aten._to_copy.default and self._record(args[0]).category == "weights":
-            self._record(out).category = "weight_casts"
         return out
 
     def _read(self, tensor: Tensor) -> Value:

@@ -25,6 +25,7 @@ from shardwise.parallel.part import Held
 from shardwise.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shardwise.parallel.step_optimizer import StepOptimizer
 from shardwise.parallel.topology import Topology, connect
+from shardwise.parallel.weights import trainable
 from shardwise.rehearse.ledger import Ledger, Peak, Phase
 from shardwise.spec.layout import Layout
 from shardwise.spec.ranks import dense_grid
@@ -146,13 +147,14 @@ def account(
         device=torch.device("cpu"),
         balance=balance_of(config),
         fill=fill,
+        dtype=torch.bfloat16 if layout.precision == "bf16" else torch.float32,
     )
     with mode, ledger:
         for stage in model.stages.values():
             ledger.hold((*stage.parameters(), *stage.buffers()), "weights")
         optimizer = StepOptimizer(model, lambda groups: _on_gpu(make_optimizer(config, groups)), config.optimizer.clip_grad)
         _start(optimizer, ledger)
-        trainer = Trainer(model, optimizer, autocast=torch.bfloat16 if layout.precision == "bf16" else None)
+        trainer = Trainer(model, optimizer)
         trainer.pipeline = watched = _Watched(trainer.pipeline, ledger)
         with count_communication() as everything:
             try:
@@ -179,8 +181,12 @@ class _Watched(Pipeline):
         self.ledger, self.sent = ledger, Communication()
 
     def train(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        def counted(logits: Tensor, labels: Tensor) -> Tensor:
+            with self.ledger.loss():
+                return loss(logits, labels)
+
         with self.ledger.pipeline(), count_communication(self.sent):
-            return super().train(batches, loss)
+            return super().train(batches, counted)
 
 
 @contextmanager
@@ -197,22 +203,29 @@ def _fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def _placeholders(
-    fake: FakeTensorMode, model: PreTrainedModel, whole: PreTrainedModel, held: Mapping[str, Held], *, device: torch.device, **_: Any
+    fake: FakeTensorMode,
+    model: PreTrainedModel,
+    whole: PreTrainedModel,
+    held: Mapping[str, Held],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    **_: Any,
 ) -> None:
     """Give the cut and split meta model fake parameters and buffers."""
     made: dict[nn.Parameter, nn.Parameter] = {}
 
-    def new(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, device=device)
+    def new(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(x.shape, dtype=dtype, device=device)
 
     with fake:
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(new(parameter), requires_grad=parameter.requires_grad)
+                    made[parameter] = trainable(new(parameter, dtype), like=parameter)
                 module._parameters[name] = made[parameter]
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = new(buffer)
+                module._buffers[name] = new(buffer, buffer.dtype)
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -73,13 +73,22 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def weights(model: ParallelModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank, by name. A tied weight appears once, on the rank of the embedding."""
+def weights(model: ParallelModel, optimizer: StepOptimizer | None = None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this rank, by name. A tied weight appears once, on the rank of the embedding.
+
+    optimizer: takes what it updates instead of the parameters, which may have fewer bits.
+    """
     result: dict[str, Tensor] = {}
-    for parameter, held in model.parameters:
-        part = held.part.rows(fsdp_rows(parameter)) if isinstance(parameter, DTensor) else held.part
+    if optimizer is not None:
+        pieces = [(each.held, local(each.value), each.part) for each in optimizer.updated]
+    else:
+        pieces = [
+            (held, local(parameter), held.part.rows(fsdp_rows(parameter)) if isinstance(parameter, DTensor) else held.part)
+            for parameter, held in model.parameters
+        ]
+    for held, value, part in pieces:
         if held.counted or held.name not in result:
-            result[held.name] = Rectangles.of(local(parameter), part)
+            result[held.name] = Rectangles.of(value, part)
     for stage in model.stages.values():
         persistent = stage.model.state_dict().keys()
         for name, buffer in stage.model.named_buffers():
@@ -98,7 +107,7 @@ def _moments(optimizer: StepOptimizer) -> Iterator[tuple[str, Updated, Tensor]]:
 
 
 def _state(model: ParallelModel, optimizer: StepOptimizer | None) -> dict[str, Any]:
-    state: dict[str, Any] = dict(weights(model))
+    state: dict[str, Any] = dict(weights(model, optimizer))
     if optimizer is not None:
         state.update({key: Rectangles.of(local(value), each.part) for key, each, value in _moments(optimizer)})
     return state
@@ -147,7 +156,7 @@ def load(path: Path, model: ParallelModel, optimizer: StepOptimizer | None) -> d
         ) from None
     _fill_second_copies(model, optimizer)
     if optimizer is not None:
-        optimizer.reload()
+        optimizer.publish()
     return about
 
 
@@ -171,6 +180,7 @@ def _fill_second_copies(model: ParallelModel, optimizer: StepOptimizer | None) -
             known = {each.held.name: each for each in optimizer.updated if each.held.counted}
             for each in optimizer.updated:
                 if not each.held.counted and each.held.name in known:
+                    local(each.value).copy_(local(known[each.held.name].value))
                     source = optimizer.optimizer.state[known[each.held.name].value]
                     for name, value in optimizer.optimizer.state[each.value].items():
                         local(value).copy_(local(source[name]))

@@ -24,7 +24,8 @@ from shardwise.train.config import RunConfig
 from shardwise.train.data import open_dataset
 from shardwise.train.log import Log
 from shardwise.train.model import transformers_config
-from shardwise.train.plan import RunPlan
+from shardwise.train.plan import RunPlan, in_bf16, in_fp32
+from shardwise.train.predict import Cost, PeakMemory, beside, predict
 from shardwise.train.profile import profiled
 from shardwise.train.schedule import learning_rate
 from shardwise.train.step import Trainer
@@ -60,6 +61,10 @@ class Run:
         self.device = DistributedManager().device
         self.topology = connect(plan.layout, timeout=timedelta(minutes=self.config.dist.distributed_timeout_minutes))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        mixed = self.config.mixed_precision or ("bf16_mixed" if self.device.type == "cuda" else "fp32")
+        layout = (in_bf16 if mixed == "bf16_mixed" else in_fp32)(plan.layout)
+        self.predicted = predict(plan.spec, layout, self.config.model.seq_length, self.device) if plan.spec else None
+        self.memory = PeakMemory(self.device)
         hf_config = transformers_config(plan.hf_fields)
         start = self.config.checkpoint.pretrained_checkpoint
         self.model = parallelize_model(
@@ -69,10 +74,10 @@ class Run:
             device=self.device,
             balance=balance_of(self.config),
             source=dist_checkpoint.import_pretrained(Path(start)) if start else None,
+            dtype=torch.bfloat16 if mixed == "bf16_mixed" else torch.float32,
         )
         self.optimizer = StepOptimizer(self.model, lambda groups: make_optimizer(self.config, groups), self.config.optimizer.clip_grad)
-        mixed = self.config.mixed_precision or ("bf16_mixed" if self.device.type == "cuda" else "fp32")
-        self.trainer = Trainer(self.model, self.optimizer, autocast=torch.bfloat16 if mixed == "bf16_mixed" else None)
+        self.trainer = Trainer(self.model, self.optimizer)
         self.data = open_dataset(self.config, self.model.vocab)
         self.step = 0
         self._stopping = False
@@ -90,10 +95,11 @@ class Run:
         """Steps until `train_iters`, an exit condition or SIGTERM; then a last checkpoint where `checkpoint.save` is given."""
         config, layout = self.config, self.plan.layout
         each = layout.gbs // layout.dp
-        log = Log(config.logger, active=self.rank == self.world - 1, settings=asdict(config))
+        log = Log(config.logger, active=self.rank == self.world - 1, settings=asdict(config), steps=config.train.train_iters)
         begun = last = time.perf_counter()
         saved = self.step
         losses: list[float] = []
+        warm = self.step + 1  # the first step makes buffers and optimizer state
         with self._stop_on_sigterm(), profiled(config.profiling, self.rank, self.device) as mark:
             while self.step < config.train.train_iters and not self._stop(begun):
                 self.step += 1
@@ -101,9 +107,13 @@ class Run:
                 for group in self.optimizer.optimizer.param_groups:
                     group["lr"] = rate
                 first = (self.step - 1) * layout.gbs + self.topology.dp_rank * each
+                started = time.perf_counter()
                 result = self.trainer.train(self.data.train(first, each, self.device))
+                if self.step == warm + 1:
+                    self._hold_beside(log, time.perf_counter() - started)
                 losses.append(result.loss)
                 mark(self.step)
+                log.step(self.step)
                 if config.logger.log_interval and self.step % config.logger.log_interval == 0:
                     now = time.perf_counter()
                     log.iteration(self._values(result.grad_norm, losses, result.routers or {}, rate, now - last))
@@ -118,6 +128,13 @@ class Run:
         if config.checkpoint.save and saved != self.step:
             self.save()
         log.close()
+
+    def _hold_beside(self, log: Log, seconds: float) -> None:
+        """The planner's prediction beside this step. Communication: one all-reduce."""
+        if self.predicted is not None:
+            measured = Cost(seconds=seconds, memory=self.memory.heaviest())
+            values = {"predicted": asdict(self.predicted), "measured": asdict(measured)}
+            log.line(beside(self.predicted, measured), {"kind": "prediction", "iteration": self.step, **values})
 
     def evaluate(self) -> float:
         """Mean loss of `eval_iters` global batches of held-out samples."""

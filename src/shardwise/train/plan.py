@@ -72,8 +72,7 @@ def layout_of(config: RunConfig, world: int) -> Layout:
     if m.pipeline_schedule in ("zbv", "dualpipev") and m.virtual_pipeline_model_parallel_size is None:
         vpp = 2
     sharding = "fsdp2" if config.ddp.use_torch_fsdp2 else "distributed_optimizer" if config.ddp.use_distributed_optimizer else "none"
-    bf16 = config.mixed_precision == "bf16_mixed"
-    return Layout(
+    layout = Layout(
         tp=m.tensor_model_parallel_size,
         cp=m.context_parallel_size,
         pp=pp,
@@ -94,12 +93,22 @@ def layout_of(config: RunConfig, world: int) -> Layout:
         pipeline_layout=words,
         sharding=sharding,
         shard_group=config.ddp.shard_group_size,
-        precision="bf16" if bf16 else "fp32",
-        param_dtype="fp32",
-        master_dtype=None,
         recompute=_recompute(config),
         capacity_factor=m.moe_expert_capacity_factor,
+        cross_entropy="unfused",
     ).with_world(world)
+    return in_bf16(layout) if config.mixed_precision == "bf16_mixed" else in_fp32(layout)
+
+
+def in_bf16(layout: Layout) -> Layout:
+    """Passes in bf16; float32 weights are kept by the optimizer, or sharded by FSDP2 and gathered in bf16."""
+    if layout.sharding == "fsdp2":
+        return layout.replace(precision="bf16", param_dtype="fp32", master_dtype=None)
+    return layout.replace(precision="bf16", param_dtype="bf16", master_dtype="fp32")
+
+
+def in_fp32(layout: Layout) -> Layout:
+    return layout.replace(precision="fp32", param_dtype="fp32", master_dtype=None)
 
 
 def _recompute(config: RunConfig) -> Recompute:

@@ -26,10 +26,10 @@ class StepResult:
 
 
 class Trainer:
-    """Runs steps. autocast: dtype of the matrix products, None for that of the weights."""
+    """Runs steps."""
 
-    def __init__(self, model: ParallelModel, optimizer: StepOptimizer, *, autocast: torch.dtype | None = None) -> None:
-        self.model, self.optimizer, self.autocast = model, optimizer, autocast
+    def __init__(self, model: ParallelModel, optimizer: StepOptimizer) -> None:
+        self.model, self.optimizer = model, optimizer
         self.pipeline = Pipeline(model)
         self.topology = model.topology
 
@@ -48,9 +48,6 @@ class Trainer:
             dist.all_reduce(count, group=self.topology["dp_cp"].group)
         return batches, int(count)
 
-    def _casting(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
-
     @property
     def device(self) -> torch.device:
         return self.model.parameters[0][0].device
@@ -63,8 +60,7 @@ class Trainer:
         batches, tokens = self._prepare(samples)
         self.optimizer.zero_grad()
         self.model.routers.start(weight=1.0 / (layout.microbatches * layout.dp), batch=layout.mbs)
-        with self._casting():
-            total = self.pipeline.train(batches, self._loss(tokens))
+        total = self.pipeline.train(batches, self._loss(tokens))
         norm = self.optimizer.step()
         self.model.routers.update_bias()
         return StepResult(loss=self._everywhere(total), tokens=tokens, grad_norm=norm, routers=self._router_values())
@@ -72,8 +68,7 @@ class Trainer:
     def evaluate(self, samples: Samples) -> StepResult:
         """Loss of the samples of this rank's replica, without gradients."""
         batches, tokens = self._prepare(samples)
-        with self._casting():
-            total = self.pipeline.evaluate(batches, self._loss(tokens))
+        total = self.pipeline.evaluate(batches, self._loss(tokens))
         return StepResult(loss=self._everywhere(total), tokens=tokens)
 
     def _everywhere(self, total: Tensor) -> float:
