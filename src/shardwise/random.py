@@ -9,12 +9,13 @@ and `torch.random.fork_rng` save and restore them, and activation checkpointing 
 
 **Agreement.** All ranks of a mesh must draw the same key. At the first random op on a mesh all its ranks take over the state
 of the default generator of the mesh's first rank (one small broadcast), so ranks seeded differently agree from then on;
-ranks of other meshes (data-parallel replicas, say) keep their own. Later ops send nothing; the ranks must go on drawing
+ranks of other meshes (data-parallel replicas, say) keep their own. `parallelize` does the same for the domain. Agreement is a matter
+of the ranks, not of the mesh object: `mesh["domain"]` may be taken anew each time. Later ops send nothing; the ranks must go on drawing
 alike, as they do when they run the same program. `scatter_tensor` also spreads the source's state, so that a data loader on
 that rank alone does no harm. Whether the keys still agree is compared now and then: after 1, 2, 4, ..., 64 random ops on the
 mesh and then every 64, by one all-reduce of four numbers. If not, all ranks raise RuntimeError together. `synchronize(mesh)`
-spreads the state at any time. Call it once at the start where ranks are seeded differently and the first random op lies in
-compiled code, which neither agrees nor compares, or inside an activation checkpoint, which keeps the state from before.
+spreads the state at any time. Call it once at the start where `parallelize` is not used, ranks are seeded differently and the first
+random op lies in compiled code, which neither agrees nor compares, or inside an activation checkpoint, which keeps the state from before.
 
 **Distributions** are those of torch, not its numbers: a plain tensor with the same seed gets others. Ops of which no
 form is written out here (`multinomial`, `poisson`, ...) run on the whole tensor on every rank from a generator seeded with the key.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -71,11 +73,23 @@ def current_generator() -> torch.Generator:
 
 
 class _Stream:
-    """What one rank knows of the random ops on a mesh so far."""
+    """What one rank knows of the random ops on the ranks of a mesh since they last agreed."""
 
     def __init__(self) -> None:
         self.count = 0
         self.digest = 0
+
+
+_streams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Stream]] = weakref.WeakKeyDictionary()
+
+
+def _agreed() -> dict[tuple[int, ...], _Stream]:
+    """By their ranks, the meshes of this world on which the ranks have agreed."""
+    return _streams.setdefault(dist.group.WORLD, {})
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def draw_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Tensor:
@@ -85,10 +99,9 @@ def draw_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Tens
     Communication: none, but a broadcast of the generator's state at the first call, and now and then a comparison (see the module).
     """
     source = generator if generator is not None else _source.generator
-    stream = mesh.__dict__.get("_shardwise_random")
+    stream = None if torch.compiler.is_compiling() else mesh.__dict__.get("_shardwise_random")
     if stream is None and not torch.compiler.is_compiling() and detect_fake_mode() is None:
-        synchronize(mesh)
-        stream = mesh._shardwise_random
+        stream = mesh._shardwise_random = _agreed().get(_ranks(mesh)) or synchronize(mesh)
     key = torch.randint(2**62, (), dtype=torch.int64, generator=source, device="cpu" if source is None else source.device)
     if stream is None or type(key) is not Tensor or torch.compiler.is_compiling():  # traced, or on a fake cluster
         return key
@@ -100,23 +113,25 @@ def draw_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Tens
     return key
 
 
-def synchronize(mesh: DeviceMesh, source: int | None = None) -> None:
+def synchronize(mesh: DeviceMesh, source: int | None = None) -> _Stream:
     """Give every rank of `mesh` the default generator's state of one of them. Communication: one broadcast of 5 kB.
 
     source: its global rank; by default the mesh's first. Call it on all ranks of the mesh.
     """
     generator = current_generator()
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = _ranks(mesh)
     if len(ranks) > 1:
         state = generator.get_state().to(_device(mesh))
         dist.broadcast(state, src=ranks[0] if source is None else source, group=_group(mesh))
         generator.set_state(state.cpu())
-    mesh._shardwise_random = _Stream()
+    stream = _agreed().setdefault(ranks, _Stream())
+    stream.count = stream.digest = 0
+    return stream
 
 
 def follow_source(mesh: DeviceMesh, source: int) -> None:
-    """`synchronize`, if random ops have run on `mesh`: for what one rank has prepared alone."""
-    if mesh.__dict__.get("_shardwise_random") is not None:
+    """`synchronize`, if the ranks of `mesh` have agreed before: for what one rank has prepared alone."""
+    if _ranks(mesh) in _agreed():
         synchronize(mesh, source)
 
 

@@ -65,6 +65,30 @@ def test_one_norm_over_plain_sharded_and_pending_gradients(world, norm_type):
         torch.testing.assert_close(full(p.grad), value * (0.5 / (expected + 1e-6)), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("norm_type", NORMS)
+@ranks(4, processes=True)
+def test_experts_count_once_whatever_tokens_reached_them(world, norm_type):
+    """Plain experts of each rank, experts as DTensors on a mesh of their own, a dense weight; rank 0's expert got no token."""
+    mesh = world.make_mesh((2, 2), ("edp", "ep"))
+    place = mesh.get_local_rank("ep")
+    dense, stacked, own = world.randn(3, 2), world.randn(4, 3), [world.randn(5), world.randn(5)]
+    idle = place == 0
+    weight, expert = nn.Parameter(torch.zeros(3, 2).double()), nn.Parameter(torch.zeros(5).double())
+    weight.grad = dense.clone()
+    expert.grad = None if idle else own[place].clone()
+    shards = nn.Parameter(distribute_tensor(torch.zeros_like(stacked), mesh, [Replicate(), Shard(0)]))
+    shards.grad = DTensor.from_local(
+        shards.to_local() + stacked.chunk(2)[place] / 2, mesh, [Partial(), Shard(0)], run_check=False
+    )  # the data-parallel sum is pending
+    expected = torch.cat([dense.flatten(), stacked.flatten(), own[1]]).norm(norm_type)
+    norm = clip_grad_norm_([expert, weight, shards], 0.5, norm_type, experts={expert: mesh["ep"]})
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    factor = 0.5 / (expected + 1e-6)
+    torch.testing.assert_close(weight.grad, dense * factor)
+    torch.testing.assert_close(full(shards.grad), stacked * factor)
+    assert expert.grad is None if idle else torch.allclose(expert.grad, own[1] * factor)
+
+
 @ranks(2)
 def test_a_pending_sum_of_a_sharded_parameter_counts_once(world):
     value = world.randn(6, 3)
@@ -85,7 +109,7 @@ def test_every_kind_of_update_takes_the_groups(world, options):
     groups = param_groups(model)
     assert len(groups) == 2
     d = mesh.get_local_rank("ddp")
-    xs, ys = shard(x[2 * d : 2 * d + 2], mesh["domain"], dim=2), y[2 * d : 2 * d + 2]
+    xs, ys = shard(x.chunk(2)[d], mesh["domain"], dim=2), y.chunk(2)[d]
     average = copy.deepcopy({name: p.detach() for name, p in model.named_parameters()})
     expected = {name: p.detach().clone() for name, p in alone.named_parameters()}
     optimizers = [torch.optim.AdamW(groups, lr=1e-2, **options), torch.optim.AdamW(alone.parameters(), lr=1e-2, **options)]

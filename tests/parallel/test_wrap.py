@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.parallel.training import Setup, build, data, full, furthest, train_alone, train_split
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -33,10 +33,10 @@ SMOKE = (
     Setup(ddp=2, domain=2, fsdp=True, spatial="auto", accumulate=2),
 )
 COMPILED = (
-    Setup(ddp=1, domain=4, compiled=True),
-    Setup(ddp=2, domain=2, compiled=True),
-    Setup(ddp=2, domain=2, fsdp=True, compiled=True),
-    Setup(ddp=2, domain=2, fsdp=True, spatial="auto", compiled=True),
+    Setup(ddp=1, domain=4, compiled="aot_eager"),
+    Setup(ddp=2, domain=2, compiled="aot_eager"),
+    Setup(ddp=2, domain=2, fsdp=True, compiled="aot_eager"),
+    Setup(ddp=2, domain=2, fsdp=True, spatial="auto", compiled="aot_eager"),
 )
 
 
@@ -74,7 +74,7 @@ def test_what_else_a_wrapped_model_does(world):
             torch.testing.assert_close(full(out), expected, rtol=1e-10, atol=1e-10)
 
     mesh = world.make_mesh((2, 2), ("ddp", "domain"))
-    mine = slice(2 * mesh.get_local_rank("ddp"), 2 * mesh.get_local_rank("ddp") + 2)
+    mine = slice(*(len(x) // 2 * (mesh.get_local_rank("ddp") + i) for i in range(2)))
     xs, ys = shard(x[mine], mesh["domain"], dim=2), y[mine]
 
     F.mse_loss(alone(x), y).backward()
@@ -120,6 +120,8 @@ def test_what_cannot_be_wrapped_is_refused_with_every_reason(world):
         DistributedManager().initialize_mesh((2, 3), ["ddp", "domain"])
     with pytest.raises(InputError, match=r"axes without names"):
         parallelize(build(torch.float32), init_device_mesh("cpu", (4,)))
+    with pytest.raises(InputError, match=r"axes without names"):
+        parallelize(build(torch.float32), init_device_mesh("cpu", (2, 2)), fsdp=True)
     with pytest.raises(InputError, match=r"\('rows', 'cols'\)"):
         parallelize(build(torch.float32), world.make_mesh((2, 2), ("rows", "cols")))
     with pytest.raises(InputError, match="without fsdp=True") as error:
@@ -128,6 +130,32 @@ def test_what_cannot_be_wrapped_is_refused_with_every_reason(world):
     assert "dim 5 of 'pos_embed', whose shape is (1, 60, 8)" in str(error.value)
     with pytest.raises(InputError, match="already wrapped"):
         parallelize(nn.Sequential(DistributedDataParallel(build(torch.float32))), world.mesh)
+
+
+@ranks(2, processes=True)
+def test_fsdp1_is_refused_with_the_reason(world):
+    mesh = world.make_mesh((1, 2), ("ddp", "domain"))
+    old = FullyShardedDataParallel(build(torch.float32), device_id=torch.device("cpu"))
+    for model in (old, nn.Sequential(old)):
+        with pytest.raises(InputError, match="FSDP1.*it flattens parameters.*fsdp=True, which uses FSDP2") as error:
+            parallelize(model, mesh, fsdp=True)
+        assert "already wrapped" not in str(error.value)
+
+
+@ranks(4, processes=True, timeout=120)
+def test_inference_before_and_after_a_training_step(world):
+    """In inference mode too FSDP2 must gather into memory that training can use later, and from a data axis of one rank."""
+    x, y = data(torch.float64)
+    expected = build(torch.float64)(x).detach()
+    for setup in (Setup(ddp=1, domain=4, fsdp=True), Setup(ddp=2, domain=2, fsdp=True), Setup(ddp=2, domain=2, fsdp=True, spatial="auto")):
+        mesh = world.make_mesh((setup.ddp, setup.domain), ("ddp", "domain"))
+        model = parallelize(build(torch.float64), mesh, fsdp=True, spatial_params=setup.spatial)
+        xs, ys, theirs = (part.chunk(setup.ddp)[mesh.get_local_rank("ddp")] for part in (x, y, expected))
+        xs = shard(xs, mesh["domain"], dim=2)
+        for _ in range(2):
+            with torch.inference_mode():
+                torch.testing.assert_close(full(model(xs)), theirs, rtol=1e-10, atol=1e-10)
+            F.mse_loss(model(xs), ys).backward()
 
 
 @ranks(4, processes=True, timeout=120)

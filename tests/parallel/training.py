@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from shardwise import clip_grad_norm_, parallelize, param_groups, scatter_tensor
 from shardwise.parallel.wrap import no_sync
 
-BATCH, HEIGHT, WIDTH, CLASSES = 4, 10, 6, 3
+BATCH, HEIGHT, WIDTH, CLASSES = 16, 10, 6, 3
 MAX_NORM = 0.5
 
 
@@ -52,18 +52,19 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a run is split. spatial: handed to `parallelize` as `spatial_params`."""
+    """How a run is split. spatial: handed to `parallelize` as `spatial_params`. compiled: the backend."""
 
     ddp: int
     domain: int
     fsdp: bool = False
     spatial: str | None = None
     accumulate: int = 1
-    compiled: bool = False
+    compiled: str | None = None
 
     def __str__(self) -> str:
         words = [f"ddp={self.ddp}", f"domain={self.domain}"]
-        words += [name for name in ("fsdp", "compiled", "spatial") if getattr(self, name)]
+        words += [name for name in ("fsdp", "spatial") if getattr(self, name)]
+        words += [f"compiled={self.compiled}"] if self.compiled else []
         return " ".join([*words, f"accumulate={self.accumulate}"])
 
 
@@ -91,27 +92,39 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def train_alone(dtype: torch.dtype, steps: int) -> Run:
+def compile_blocks(model: Net, backend: str | None) -> None:
+    """Compile as a user does, and fail where the compiler would fall back to plain Python."""
+    if backend is not None:
+        torch._dynamo.reset()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=False, fullgraph=True)
+
+
+def train_alone(dtype: torch.dtype, steps: int, compiled: str | None = None, accumulate: int = 1) -> Run:
+    """In one process, with torch's own clipping."""
     model = build(dtype)
+    compile_blocks(model, compiled)
     x, y = data(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms = [], []
     for _ in range(steps):
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
+        loss = 0.0
+        for xs, ys in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+            part = F.mse_loss(model(xs), ys) / accumulate
+            part.backward()
+            loss += float(part.detach())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss)
     return Run(losses=losses, norms=norms, weights={name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def train_split(setup: Setup, mesh: DeviceMesh, dtype: torch.dtype, steps: int) -> Run:
     rank = dist.get_rank()
     model = build(dtype, seed=3 if rank == 0 else 100 + rank)  # only the first rank has the right weights
-    if setup.compiled:
-        for block in model.blocks:
-            block.compile(backend="aot_eager", dynamic=False)
+    compile_blocks(model, setup.compiled)
     model = parallelize(model, mesh, fsdp=setup.fsdp, spatial_params=setup.spatial)
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-3)
     x, y = (part.chunk(setup.ddp)[mesh.get_local_rank("ddp")] for part in data(dtype))
@@ -134,6 +147,17 @@ def train_split(setup: Setup, mesh: DeviceMesh, dtype: torch.dtype, steps: int) 
         losses.append(float(total) / setup.ddp)
     plain = getattr(model, "module", model)
     return Run(losses=losses, norms=norms, weights={name: full(p) for name, p in plain.named_parameters()})
+
+
+def infer_split(setup: Setup, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+    """What the model makes of this replica's samples, without gradients."""
+    model = build(dtype, seed=3 if dist.get_rank() == 0 else 100 + dist.get_rank())
+    compile_blocks(model, setup.compiled)
+    model = parallelize(model, mesh, fsdp=setup.fsdp, spatial_params=setup.spatial)
+    x = data(dtype)[0].chunk(setup.ddp)[mesh.get_local_rank("ddp")]
+    source = dist.get_global_rank(mesh["domain"].get_group(), 0)
+    with torch.inference_mode():
+        return full(model(scatter_tensor(x, source, mesh["domain"], (Shard(2),))))
 
 
 def furthest(run: Run, reference: Run) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Random numbers: the same whatever the split, agreed by all ranks, repeated by checkpoints, and of the right distribution."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import ShardTensor, fallback, random, scatter_tensor
+from shardwise import ShardTensor, fallback, parallelize, random, scatter_tensor
 from shardwise.testing import count_communication, ranks, shard
 from shardwise.testing.threads import run_in_threads
 from shardwise.testing.world import World
@@ -255,3 +256,59 @@ def test_wrong_arguments_are_refused_on_all_ranks(world):
     ]:
         with pytest.raises((RuntimeError, ValueError), match=error):
             call()
+
+
+@ranks(4, processes=True)
+def test_slices_of_a_mesh_taken_anew_share_one_state(world):
+    """Agreed once, whatever the mesh object: ranks are seeded differently, and only the first op sends the state."""
+    torch.manual_seed(world.rank)
+    mesh = world.make_mesh((2, 2), ("ddp", "domain"))
+    calls = []
+    for _ in range(4):
+        x = shard(torch.ones(64, 4), mesh["domain"], dim=0)
+        with count_broadcasts() as sent:
+            mask = F.dropout(x, 0.5)
+        calls.append(len(sent))
+        assert_equal_over(mesh["domain"], mask.full_tensor())
+    assert calls == [1, 0, 0, 0]
+    everyone = F.dropout(shard(torch.ones(64, 4), mesh, placements=(Replicate(), Shard(0))), 0.5)
+    assert_equal_over(mesh["domain"], everyone.full_tensor())
+
+
+@ranks(2, processes=True)
+def test_a_wrapped_model_has_agreed_before_compiled_or_recomputed_code_draws(world):
+    """The first random op lies in an activation checkpoint, or in compiled code: neither could send the state."""
+    torch.manual_seed(world.rank)
+    mesh = world.make_mesh((1, 2), ("ddp", "domain"))
+    for wrap in (
+        lambda block: lambda x: checkpoint(block, x, use_reentrant=False),
+        lambda block: torch.compile(block, backend="aot_eager", dynamic=False),
+    ):
+        block = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), mesh)
+        x = shard(torch.ones(64, 4), mesh["domain"], placements=(Replicate(),))
+        out = wrap(block)(x)
+        assert_equal_over(mesh["domain"], out.to_local().detach())
+        out.sum().backward()
+        assert_equal_over(mesh["domain"], block[0].weight.grad)
+
+
+@contextmanager
+def count_broadcasts():
+    """Broadcasts of plain torch, which the counter of communication does not see."""
+    calls, broadcast = [], torch.distributed.broadcast
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return broadcast(*args, **kwargs)
+
+    torch.distributed.broadcast = counted
+    try:
+        yield calls
+    finally:
+        torch.distributed.broadcast = broadcast
+
+
+def assert_equal_over(mesh, mine):
+    everyone = [torch.empty_like(mine) for _ in range(mesh.size())]
+    torch.distributed.all_gather(everyone, mine.contiguous(), group=mesh.get_group())
+    assert all(torch.equal(other, mine) for other in everyone)

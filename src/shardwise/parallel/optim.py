@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Shard
+from torch.distributed.tensor.placement_types import Replicate
 
 from shardwise.mesh.groups import axis_group
 from shardwise.shard_tensor import ShardTensor
@@ -34,55 +35,68 @@ def param_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": group} for group in groups.values()]
 
 
-def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, experts: Mapping[Tensor, DeviceMesh] | None = None
+) -> Tensor:
     """Scale all gradients so that their one global norm is at most `max_norm`; return the norm before.
 
     Plain gradients count once, each shard of a distributed one once, whatever the meshes; a pending sum is completed first.
 
+    experts: plain parameters of which each rank of a mesh holds its own, `{p: mesh["ep"] for p in model.experts.parameters()}`.
+        All ranks of that mesh name the same number of them. Experts that are DTensors need not be named.
+
     Communication: one small all-reduce for each mesh axis over which gradients are sharded; one for each pending sum.
     """
-    parameters = model.parameters() if isinstance(model, nn.Module) else model
-    owners = [p for p in parameters if p.grad is not None]
-    for p in owners:
-        _complete(p)
-    grads = [p.grad for p in owners]
-    power = float(norm_type)
-    partial: dict[tuple, tuple[list, Tensor]] = {}
-    device = grads[0].device if grads else torch.device("cpu")
-    for grad in grads:
-        local, axes = _local(grad)
-        value = local.abs().max().double() if power == float("inf") and local.numel() else local.double().norm(power) ** power
-        if power == float("inf") and not local.numel():
-            value = torch.zeros((), dtype=torch.float64, device=device)
-        key = tuple(id(group) for group in axes)
-        have = partial.get(key)
-        combined = value if have is None else torch.maximum(have[1], value) if power == float("inf") else have[1] + value
-        partial[key] = (axes, combined)
+    parameters = [p for p in (model.parameters() if isinstance(model, nn.Module) else model) if p.requires_grad or p.grad is not None]
+    largest = float(norm_type) == float("inf")
+    device = parameters[0].device if parameters else torch.device("cpu")
+    parts: dict[tuple, tuple[list, list[Tensor]]] = {}
+    grads = []
+    for p in parameters:  # also those that got no gradient here, but may have on other ranks: all must take part in the same sums
+        groups = _groups(p, (experts or {}).get(p))
+        _, values = parts.setdefault(tuple(id(group) for group in groups), (groups, []))
+        if p.grad is not None:
+            grads.append(_local(_like_parameter(p)))
+            values.append(_magnitude(grads[-1], norm_type))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for axes, value in partial.values():
-        for group in axes:
-            dist.all_reduce(value, dist.ReduceOp.MAX if power == float("inf") else dist.ReduceOp.SUM, group=group)
-        total = torch.maximum(total, value) if power == float("inf") else total + value
-    norm = total if power == float("inf") else total ** (1 / power)
+    for groups, values in parts.values():
+        own = torch.stack([total.new_zeros(()), *values])
+        own = own.amax() if largest else own.sum()
+        for group in groups:
+            dist.all_reduce(own, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, own) if largest else total + own
+    norm = total if largest else total ** (1 / float(norm_type))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        local, _ = _local(grad)
-        local.mul_(factor.to(local.dtype))
+        grad.mul_(factor.to(grad.dtype))
     return norm
 
 
-def _complete(parameter: Tensor) -> None:
+def _magnitude(grad: Tensor, norm_type: float) -> Tensor:
+    """What adds up to the norm over several gradients: the largest element, or the sum of powers."""
+    if not grad.numel():
+        return torch.zeros((), dtype=torch.float64, device=grad.device)
+    return grad.abs().max().double() if float(norm_type) == float("inf") else grad.double().norm(norm_type) ** norm_type
+
+
+def _like_parameter(parameter: Tensor) -> Tensor:
+    """The gradient in the layout of its parameter: pending sums completed."""
     grad = parameter.grad
-    if (isinstance(grad, DTensor) and any(isinstance(p, Partial) for p in grad.placements)) or (
-        isinstance(grad, ShardTensor) and grad._spec.partial_mesh_dims
-    ):
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+    if isinstance(grad, DTensor | ShardTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+    return grad
 
 
-def _local(grad: Tensor) -> tuple[Tensor, list]:
-    """The memory of a gradient on this rank, and the groups over which its shards lie."""
-    if isinstance(grad, DTensor | ShardTensor):
-        mesh = grad.device_mesh
-        groups = [axis_group(mesh, i) for i, p in enumerate(grad.placements) if isinstance(p, Shard) or p.is_shard()]
-        return (grad._local_tensor, [g for g in groups if dist.get_world_size(g) > 1])
-    return grad, []
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor | ShardTensor) else grad
+
+
+def _groups(parameter: Tensor, experts: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The groups over which the shards of a parameter, or the experts, lie."""
+    if isinstance(parameter, DTensor | ShardTensor):
+        mesh, axes = parameter.device_mesh, [i for i, p in enumerate(parameter.placements) if not isinstance(p, Replicate)]
+    elif experts is not None:
+        mesh, axes = experts, list(range(experts.ndim))
+    else:
+        return []
+    return [axis_group(mesh, i) for i in axes if mesh.size(i) > 1]

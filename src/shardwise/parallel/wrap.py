@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise import random
 from shardwise.errors import InputError
 from shardwise.mesh.groups import flat_group
 from shardwise.shard_tensor.promote import averaging
@@ -43,7 +44,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
-    """Make weights equal over the mesh and wrap `model` as the table above says.
+    """Make weights equal over the mesh, random numbers over the domain, and wrap `model` as the table above says.
 
     Args:
         model: a plain module, on its device; not changed but for what FSDP2 does to it.
@@ -54,7 +55,7 @@ def parallelize(
         mp_policy, offload_policy: handed to `fully_shard`.
 
     Returns: the module to train: `model` itself, or a DDP module around it.
-    Communication: one broadcast of the weights over each axis. Training: see the table.
+    Communication: one broadcast of the weights over each axis, one of the random state over the domain. Training: see the table.
     Raises: InputError naming everything that is wrong at once.
     """
     _check(model, mesh, fsdp, spatial_params, mp_policy, offload_policy)
@@ -62,6 +63,7 @@ def parallelize(
     ddp, domain = sizes.get("ddp", 1), sizes.get("domain", 1)
     if domain > 1:
         sync_module_over_mesh(model, mesh["domain"])
+        random.synchronize(mesh["domain"])
     if fsdp:
         if ddp > 1:
             sync_module_over_mesh(model, mesh["ddp"])
@@ -161,9 +163,19 @@ def _shard(model: nn.Module, mesh: DeviceMesh, spatial_params, mp_policy, offloa
     for block in _blocks(model):
         fully_shard(block, **inner)
     fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_gather_ordinary_weights, prepend=True)
     if copies and mesh["domain"].size() > 1:
         _average_while_running(model, lambda value: isinstance(value, nn.Parameter))
     return model
+
+
+def _gather_ordinary_weights(module: FSDPModule, _) -> None:
+    """Memory that FSDP2 allocates in inference mode could neither be used in training later nor, with one rank, at all."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            module.unshard()
 
 
 def _copies_by_shards(mesh: DeviceMesh) -> DeviceMesh:
