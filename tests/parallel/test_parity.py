@@ -52,7 +52,8 @@ def test_llama_on_two_ranks(world):
             "dp=2", "dp=2 sharding=none", "dp=2 sharding=fsdp2", "tp=2", "tp=2 sp=true", "cp=2", "cp=2 cp_comm=a2a",
             "cp=2 cp_comm=all_gather", "pp=2", "pp=2 schedule=gpipe",
             "pp=2 vpp=2", "pp=2 schedule=zb-h1", "pp=2 vpp=2 schedule=zbv", "pp=2 vpp=2 schedule=dualpipev",
-            "pp=2 first_stage_layers=1 last_stage_layers=3", "tp=2 sp=true recompute=full", "pp=2 recompute=selective:mlp+layernorm",
+            "pp=2 first_stage_layers=1 last_stage_layers=3", "tp=2 sp=true recompute=full:uniform:3",
+            "pp=2 recompute=selective:mlp+layernorm", "sharding=fsdp2 recompute=full:uniform:3",
         ],
     )  # fmt: skip
 

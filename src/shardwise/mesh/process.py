@@ -167,7 +167,8 @@ class DistributedManager:
         if place.address is None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             return
-        store = dist.PrefixStore(f"shardwise/{next(_meetings)}", _meeting_point(place))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks that it restarts
+        store = dist.PrefixStore(f"shardwise/{attempt}/{next(_meetings)}", _meeting_point(place))
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
     @staticmethod
