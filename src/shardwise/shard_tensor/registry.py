@@ -154,6 +154,7 @@ def _for_views(rule: Callable) -> Callable:
                     return rule(op, args, kwargs)
         return rule(op, args, kwargs)
 
+    view.__doc__ = rule.__doc__
     return view
 
 
