@@ -6,6 +6,7 @@ where the token lives, after its results have come back.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from shardwise.parallel.tensor import join_copies, split_copies, split_parameter
 from shardwise.parallel.topology import Topology
 from shardwise.spec.sequence import even_sizes
 from shardwise.spec.spans import Spans, spans_of
+
+_ALIGNED = 8  # features of a row: torch's grouped matrix products take rows of whole 16 bytes only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,9 @@ def split_experts(experts: nn.Module, path: str, dispatch: Dispatch, held: dict[
             part = part.split(dim, spans)
         split_parameter(experts, name, part, info)
     experts.num_experts = dispatch.here
+    if hasattr(experts, "config") and any(parameter.shape[-1] % _ALIGNED for parameter in experts.parameters(recurse=False)):
+        experts.config = copy.copy(experts.config)
+        experts.config._experts_implementation = "eager"
     plain = experts.forward
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
