@@ -137,7 +137,7 @@ def test_fsdp1_is_refused_with_the_reason(world):
     mesh = world.make_mesh((1, 2), ("ddp", "domain"))
     old = FullyShardedDataParallel(build(torch.float32), device_id=torch.device("cpu"))
     for model in (old, nn.Sequential(old)):
-        with pytest.raises(InputError, match="FSDP1.*it flattens parameters.*fsdp=True, which uses FSDP2") as error:
+        with pytest.raises(InputError, match=r"FSDP1.*it flattens parameters.*fsdp=True, which uses FSDP2") as error:
             parallelize(model, mesh, fsdp=True)
         assert "already wrapped" not in str(error.value)
 

@@ -1,5 +1,6 @@
 """Random numbers: the same whatever the split, agreed by all ranks, repeated by checkpoints, and of the right distribution."""
 
+import functools
 import math
 from contextlib import contextmanager
 
@@ -281,7 +282,7 @@ def test_a_wrapped_model_has_agreed_before_compiled_or_recomputed_code_draws(wor
     torch.manual_seed(world.rank)
     mesh = world.make_mesh((1, 2), ("ddp", "domain"))
     for wrap in (
-        lambda block: lambda x: checkpoint(block, x, use_reentrant=False),
+        lambda block: functools.partial(checkpoint, block, use_reentrant=False),
         lambda block: torch.compile(block, backend="aot_eager", dynamic=False),
     ):
         block = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), mesh)

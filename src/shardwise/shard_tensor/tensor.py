@@ -266,6 +266,16 @@ class ShardTensor(torch.Tensor):
         spec, requires_grad = context
         return ShardTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
+    def _stable_hash_for_caching(self) -> str:
+        """For the cache of compiled code: such code is that of one rank, and speaks to process groups by name."""
+        with _NoTorchFunction():
+            spec, local = self._spec, self._local_tensor
+            mesh = spec.mesh
+            groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
+            where = (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, spec.coordinate, groups)
+            kind = (tuple(local.shape), local.stride(), local.dtype, local.device, self.requires_grad)
+            return repr((spec.placements, spec.shape, spec.sizes, spec.stride, where, kind))
+
     def __coerce_tangent_metadata__(self):
         spec = self._spec.gradient()
         return self if spec is self._spec else redistribute(self, spec)
