@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.cli import COMMANDS, main
+from shardwise.cli import COMMANDS, framework_options, main
 from shardwise.planner.exporters import WRITERS
 
 LLAMA_70B = ["--model", "llama-3.1-70b", "--gpus", "64", "--gpu", "h100-sxm", "--seq-len", "8192"]
@@ -108,6 +109,31 @@ def test_check_reports_everything_at_once(capsys: pytest.CaptureFixture[str]) ->
     rules = {finding["rule"] for finding in answer["findings"] if finding["severity"] == "error"}
     assert len(rules) >= 4
     assert all(finding["given"] and finding["why"] and finding["try"] and finding["source"] for finding in answer["findings"])
+
+
+def test_rules_read_options_of_the_framework(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    check = ("check", "--model", "qwen3-30b-a3b", "--gpus", "8")
+
+    def rules(*words: str) -> set[str]:
+        _, answer = run_json(capsys, *check, *words)
+        return {finding["rule"] for finding in answer["findings"]}
+
+    plain = ("ep=8", "sp=true", "tp=2")
+    assert "E13" not in rules(*plain) and "E13" in rules(*plain, "moe_token_dispatcher_type=alltoall", "moe_flex_dispatcher_backend=deepep")
+    assert "D15" not in rules(*plain) and "D15" in rules(*plain, "ddp.nccl_ub=true", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert "C13" in rules(*plain, "--calculate-per-token-loss", "--average-in-collective", "true")
+    _, answer = run_json(capsys, *check, *plain, "moe_token_dispatcher_type=flex")
+    assert answer["fits"] is not None
+    path = tmp_path / "run.yaml"
+    path.write_text("tp: 2\nsp: true\nep: 8\ncalculate_per_token_loss: true\naverage_in_collective: true\n")
+    assert "C13" in rules(str(path)) and "C13" not in rules(str(path), "average_in_collective=false")
+
+
+def test_every_option_a_rule_reads_can_be_given() -> None:
+    source = Path(framework_options.__file__).parents[1] / "planner" / "rules"
+    text = "".join(path.read_text() for path in source.glob("*.py"))
+    read = set(re.findall(r"settings(?:\.get\(|\[)\"([\w.]+)\"|case\.count\(\"([\w.]+)\"\)", text))
+    assert read and {first or second for first, second in read} <= framework_options.NAMES
 
 
 def test_check_exits_with_1_when_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,6 +379,9 @@ def bad_files(tmp_path: Path) -> dict[str, str]:
         ("check --model llama-3.1-8b --gpus 8", "LAYOUT"),
         ("check --gpus 8 tp=2", "--model"),
         ("check --model llama-3.1-8b --gpus 8 --seq-length 4096 tp=2", "--seq-len"),
+        ("check --model qwen3-30b-a3b --gpus 8 ep=8 moe_shared_expert_overlp=true", "moe_shared_expert_overlap=VALUE"),
+        ("check --model llama-3.1-8b --gpus 8 --use-gloo-process-group true tp=2", "--use-gloo-process-groups"),
+        ("export tp=2 nccl_ub=true --to slurm", "nccl_ub"),
         ("plan --model llama-3.1-8b", "--gpus"),
         ("plan --model llama-3.1-8b --gpus 8 --global-batch 64 dp=2", "dp=2"),
         ("plan --parameters 1e6 --gpus 8", "--activation-gib"),

@@ -318,3 +318,10 @@ def test_unknown_framework() -> None:
 def test_dict_form() -> None:
     finding = found("T1", check("tp=3"))
     assert set(finding.to_dict()) == {"rule", "severity", "given", "why", "try", "source"}
+
+
+def test_shardwise_splits_sequences_unevenly() -> None:
+    layout = Layout(tp=4, cp=2, sp=True)
+    for framework, refused in (("shardwise", set()), ("bridge", {"C1", "T9"})):
+        findings = check_layout(catalog.model("llama-3.1-8b"), layout, catalog.cluster("h100", 8), seq_len=1022, framework=framework)
+        assert {finding.rule for finding in findings} & {"C1", "T9"} == refused

@@ -52,7 +52,17 @@ def test_recipes_are_read_as_their_framework_runs_them() -> None:
         "ep": "",
         "etp": "",
     }
-    row |= {"gbs": "128", "mbs": "1", "seq": "8192", "pp_layout": "", "recompute": "none", "sp": "False", "use_megatron_fsdp": "False"}
+    row |= {
+        "ep": "",
+        "etp": "",
+        "gbs": "128",
+        "mbs": "1",
+        "seq": "8192",
+        "pp_layout": "",
+        "recompute": "none",
+        "sp": "False",
+        "use_megatron_fsdp": "False",
+    }
     (plain,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "library", "task": "pretrain"}])
     (tuned,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "perf", "task": "peft"}])
     assert plain.legal and plain.fits and tuned.fits
@@ -76,7 +86,18 @@ def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None
         "etp": "",
         "sp": "True",
     }
-    row |= {"gbs": "4", "mbs": "1", "seq": "32768", "pp_layout": "", "recompute": "none", "precision": "bf16", "gpus": "48"}
+    row |= {
+        "ep": "4",
+        "etp": "",
+        "sp": "True",
+        "gbs": "4",
+        "mbs": "1",
+        "seq": "32768",
+        "pp_layout": "",
+        "recompute": "none",
+        "precision": "bf16",
+        "gpus": "48",
+    }
     (judged,) = judge_rows([row])
     assert judged.legal and judged.layout and judged.layout.etp == 1  # the bias of its experts could not be split
     (judged,) = judge_rows([{**row, "ep": "8"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
@@ -55,7 +56,7 @@ def check(
         raise InputError(
             given="check without LAYOUT", why="there is nothing to judge", try_="words like tp=4 pp=2 mbs=1 gbs=512, or a file"
         )
-    source, rules = read_all(lambda: read_source(layout, world=gpus), lambda: framework_name(framework))
+    source, rules = read_all(lambda: read_source(layout, world=gpus, options=True), lambda: framework_name(framework))
     settings = source.settings
     rules = framework_name(str(settings.get("framework", rules)))
     world = gpus or _count(settings, "gpus")
@@ -72,7 +73,7 @@ def check(
     chosen = follow_model(chosen, source, spec)
     if world is None:
         cluster = read_cluster(kind, chosen.world, gpus_per_node=per_node, interconnect=network)
-    findings, memory, time = judge_layout(spec, cluster, chosen, seq_len=seq_len, framework=rules)
+    findings, memory, time = judge_layout(spec, cluster, chosen, seq_len=seq_len, framework=rules, options=source.options)
     for path, what in ((html, "report"), (trace, "trace")):
         if path and memory and time:
             path.write_text(_document(what, spec, cluster, seq_len, chosen, memory, time, findings))
@@ -93,14 +94,14 @@ def _count(settings: dict[str, Any], name: str) -> int | None:
 
 
 def judge_layout(
-    spec: ModelSpec, cluster: Cluster, layout: Layout, *, seq_len: int, framework: str
+    spec: ModelSpec, cluster: Cluster, layout: Layout, *, seq_len: int, framework: str, options: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Finding, ...], MemoryEstimate | None, StepTimeEstimate | None]:
     """Findings, and the predictions where the layout can be laid out at all."""
     from shardwise.cli.judging import judge_of, stack_of
     from shardwise.planner.estimator import Estimator
     from shardwise.planner.stage_advice import stage_advice
 
-    findings = tuple(judge_of(spec, cluster, seq_len=seq_len, framework=framework)(layout))
+    findings = tuple(judge_of(spec, cluster, seq_len=seq_len, framework=framework, options=options)(layout))
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(framework))
     if layout.stages > MOST_STAGES or any(finding.rule == "W4" for finding in findings):
         return findings, None, None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.framework_options import NAMES, option_of, split_options
 from shardwise.errors import InputError, LayoutError, ShardwiseError
-from shardwise.planner.exporters import READERS, format_of
 from shardwise.planner.space import SHARDING, number_formats
 from shardwise.spec import catalog, grammar
 from shardwise.spec.layout import Layout
@@ -33,11 +33,15 @@ MOST_SAMPLES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A layout as given: words, the settings a file carried, and the whole layout where an exporter's format was read."""
+    """A layout as given: words, the settings a file carried, and the whole layout where an exporter's format was read.
+
+    options: of the framework, for rules that read them.
+    """
 
     words: tuple[str, ...]
     settings: dict[str, Any]
     layout: Layout | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def counts_in_range(**counts: int | None) -> None:
@@ -84,31 +88,36 @@ def framework_name(name: str) -> str:
     return word
 
 
-def read_source(words: Sequence[str], *, world: int | None) -> Source:
-    """Layout words, and files among them. Words after a file change what it says."""
+def read_source(words: Sequence[str], *, world: int | None, options: bool = False) -> Source:
+    """Layout words, and files among them. Words after a file change what it says. options: words may name framework options too."""
     settings: dict[str, Any] = {}
     layout: Layout | None = None
     from_files: list[str] = []
-    words = _joined(words)
+    words = _joined(words, options)
     for name in (word for word in words if "=" not in word):
         source = _read_file(Path(name), world)
         from_files += source.words
         settings |= source.settings
         layout = source.layout or layout
     own = [word for word in words if "=" in word]
+    given: dict[str, Any] = {}
+    if options:
+        from_files, given = split_options(from_files)
+        own, later = split_options(own)
+        given |= later
     changed = {grammar.field_of(word.partition("=")[0]) for word in own}
     kept = [word for word in from_files if grammar.field_of(word.partition("=")[0]) not in changed]
-    return Source(words=(*kept, *own), settings=settings, layout=layout)
+    return Source(words=(*kept, *own), settings=settings, layout=layout, options=given)
 
 
-def _joined(words: Sequence[str]) -> list[str]:
+def _joined(words: Sequence[str], options: bool) -> list[str]:
     """Megatron's `--name value` and `--switch` as `name=value` words."""
     joined: list[str] = []
     unknown: list[str] = []
     for word in words:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            if grammar.field_of(name) is None:
+            if grammar.field_of(name) is None and not (options and option_of(name)):
                 unknown.append(name)
             joined.append(word if "=" in word else f"{word}=")
         elif joined and joined[-1].startswith("--") and joined[-1].endswith("=") and "=" not in word:
@@ -116,12 +125,15 @@ def _joined(words: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     if unknown:
-        near = [match for name in unknown for match in get_close_matches(name, OPTIONS, n=1, cutoff=0.6)]
+        known = (*OPTIONS, *(f"--{name.replace('_', '-')}" for name in NAMES)) if options else OPTIONS
+        near = [match for name in unknown for match in get_close_matches(name, known, n=1, cutoff=0.6)]
         raise InputError(given=" ".join(unknown), why="there is no such option or layout field", try_=" | ".join(near or OPTIONS))
     return [f"{word}true" if word.startswith("--") and word.endswith("=") else word for word in joined]
 
 
 def _read_file(path: Path, world: int | None) -> Source:
+    from shardwise.planner.exporters import READERS, format_of
+
     text = _text_of(path)
     kind = format_of(text)
     if kind is not None:

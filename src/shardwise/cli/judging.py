@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardwise.planner.rules import check_layout
 from shardwise.planner.rules.sizing import table_findings
@@ -22,11 +22,13 @@ def stack_of(framework: str) -> str:
     return _STACKS[framework]
 
 
-def judge_of(model: ModelSpec, cluster: Cluster, *, seq_len: int, framework: str) -> Callable[[Layout], Sequence[Finding]]:
-    """Findings of a layout of ``model`` on ``cluster``."""
+def judge_of(
+    model: ModelSpec, cluster: Cluster, *, seq_len: int, framework: str, options: Mapping[str, Any] | None = None
+) -> Callable[[Layout], Sequence[Finding]]:
+    """Findings of a layout of ``model`` on ``cluster`` under these options of the framework."""
 
     def judge(layout: Layout) -> Sequence[Finding]:
-        return check_layout(model, layout, cluster, seq_len=seq_len, framework=framework)
+        return check_layout(model, layout, cluster, seq_len=seq_len, framework=framework, settings=options)
 
     return judge
 

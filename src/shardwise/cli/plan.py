@@ -14,6 +14,7 @@ WhyNot = Annotated[
     str | None, typer.Option("--why-not", help='a layout in quotes, "tp=8 pp=4": why it is not the plan', show_default=False)
 ]
 Fewer = Annotated[bool, typer.Option("--fewer-gpus", help="also the best plan on a half, a quarter, ... of the GPUs")]
+Rehearse = Annotated[int, typer.Option("--rehearse", help="run the step of so many best plans on a fake cluster (needs torch)")]
 Parameters = Annotated[float | None, typer.Option("--parameters", help="of a traced module, instead of --model", show_default=False)]
 Activations = Annotated[
     float | None, typer.Option("--activation-gib", help="of a traced module: GiB saved for backward per sample", show_default=False)
@@ -41,6 +42,7 @@ def plan(
     top: Top = 5,
     why_not: WhyNot = None,
     fewer_gpus: Fewer = False,
+    rehearse: Rehearse = 0,
     html: opt.Html = None,
     trace: opt.Trace = None,
     parameters: Parameters = None,
@@ -58,7 +60,7 @@ def plan(
     from shardwise.cli.inputs import counts_in_range, framework_name, read_all, read_cluster, read_layout, read_model, read_source
     from shardwise.errors import InputError, LayoutError
 
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top)
+    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top, rehearse=rehearse or None)
     if parameters is not None or activation_gib is not None or grid is not None:
         from shardwise.cli.plan_domain import plan_module
 
@@ -80,15 +82,15 @@ def plan(
     from shardwise.planner.space import space_of
 
     rules = framework_name(framework)
-    source = read_source(layout or (), world=gpus)
+    source = read_source(layout or (), world=gpus, options=True)
     spec, cluster, base = read_all(
         lambda: read_model(model, {}),
         lambda: read_cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect),
-        lambda: read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework="bridge"),
+        lambda: read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework=rules),
     )
     space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
-    judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules)
+    judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules, options=source.options)
     hopeless = [each for each in judge(base) if each.severity == "error" and each.rule in ANY_LAYOUT]
     if hopeless:
         raise LayoutError(hopeless)
@@ -109,7 +111,7 @@ def plan(
             base,
             framework=rules,
             cluster_of=lambda size: read_cluster(gpu, size, gpus_per_node=gpus_per_node, interconnect=interconnect),
-            judge_of=lambda on: judge_of(spec, on, seq_len=seq_len, framework=rules),
+            judge_of=lambda on: judge_of(spec, on, seq_len=seq_len, framework=rules, options=source.options),
             least=certificate.min_gpus,
             uneven=rules != "torchtitan",
         )
@@ -122,10 +124,20 @@ def plan(
         from shardwise.planner.report.trace import chrome_trace
 
         trace.write_text(chrome_trace(best.layout, best.time))
+    rehearsed = []
+    if rehearse:
+        from shardwise.cli import plan_rehearse
+
+        rehearsed = plan_rehearse.rehearse_plans(model, list(result.plans[:rehearse]), cluster, seq_len)
     if as_json:
-        print_json(plan_print.as_json(spec, cluster, seq_len, rules, result, certificate, reason, fewer))
+        answer = plan_print.as_json(spec, cluster, seq_len, rules, result, certificate, reason, fewer)
+        for entry, each in zip(answer["plans"], rehearsed):
+            entry["rehearsal"] = plan_rehearse.as_json(each)
+        print_json(answer)
     else:
         plan_print.print_plan(spec, cluster, seq_len, rules, base, result, certificate, reason, fewer)
+        if rehearsed:
+            plan_rehearse.print_rehearsed(rehearsed)
         for path, what in ((html, "report"), (trace, "trace")):
             if path:
                 note(f"{what} written to {path}")

@@ -27,9 +27,9 @@ SAVED_INPUT = {
     "nvfp4": 0.57,
 }
 LOG_SUM_EXP = 4
-# Sparse attention without a fused kernel (`unfused_dsa_fn` of Megatron Core): bytes per query, key and head of the softmax it keeps (fp32, and
-# bf16 for the product with V), of the gradients its backward pass holds (bf16, fp32 in and out of the softmax), and of the indexer's scores
-# before and after their ReLU (fp32).
+# Sparse attention without a fused kernel (`unfused_dsa_fn` of Megatron Core): bytes per query, key and head of the softmax it keeps
+# (fp32, and bf16 for the product with V), of the gradients its backward pass holds (bf16, fp32 in and out of the softmax), and of the
+# indexer's scores before and after their ReLU (fp32).
 SPARSE_SCORES, SPARSE_BACKWARD, INDEXER_SCORES = 6.0, 10.0, 8.0
 ROUTER_BYTES = 12  # per expert and token: logits and scores in fp32, routing map, sort indices
 

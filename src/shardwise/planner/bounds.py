@@ -38,6 +38,7 @@ class Bounds:
         self._mtp = Counter(kinds[layer] for layer in model.mtp)
         self.common, self._count = self._counts.most_common(1)[0]
         self._activations: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._least: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._totals: dict[tuple[Any, ...], float] = {}
         self._params: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
         self._states: dict[tuple[Any, ...], tuple[float, float]] = {}
@@ -64,8 +65,7 @@ class Bounds:
         batches in flight.
         """
         if isinstance(item, Group):
-            held, working = zip(*(self._held(item.layout, each) for each in item.recompute))
-            return self._bytes(item.layout, min(held), min(working), 1, whole=len(item.recompute) == 1)
+            return self._bytes(item.layout, *self._least_held(item), 1, whole=len(item.recompute) == 1)
         return self._bytes(item, *self._held(item, item.recompute), item.vpp, whole=True)
 
     def _step(self, layout: Layout, all_stages: float, vpp: int, layer: float = 0.0) -> float:
@@ -113,6 +113,18 @@ class Bounds:
         while whole and sum([int(least / cost + _ROUNDING) for cost in costs]) < count:
             least = min([(int(least / cost + _ROUNDING) + 1) * cost for cost in costs])
         return max(least + working, total / pp) + self.estimator.stack.workspace
+
+    def _least_held(self, group: Group) -> tuple[float, float]:
+        """`_held` of the recompute choice that keeps least. Groups with several choices all have those of the space."""
+        layout = group.layout
+        if len(group.recompute) == 1:
+            return self._held(layout, group.recompute[0])
+        key = (layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs)
+        found = self._least.get(key)
+        if found is None:
+            held, working = zip(*(self._held(layout, each) for each in group.recompute))
+            found = self._least[key] = (min(held), min(working))
+        return found
 
     def _held(self, layout: Layout, recompute: Recompute) -> tuple[float, float]:
         """Bytes one layer of the commonest kind keeps per micro batch, and the temporary of its backward pass."""

@@ -17,7 +17,6 @@ from shardwise.spec.layout import DTYPE_BYTES, Layout, Recompute
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.stages import rank_of_stage
 
-
 GATHERED = 3  # whole layers FSDP holds: in use, fetched ahead, not yet freed
 
 
@@ -34,12 +33,20 @@ class Estimator(Pieces):
     """Predicts memory and step time of layouts of ``model`` on ``cluster`` at ``seq_len`` tokens a sample.
 
     stack: software profile (`rates.Profile` or its name). imbalance: tokens of the hottest expert rank over the mean.
+    document: tokens of one document where samples are packed from several; attention does not look beyond it.
     """
 
     def __init__(
-        self, model: ModelSpec, cluster: Cluster, *, seq_len: int, stack: Profile | str = DEFAULT_PROFILE, imbalance: float = 1.0
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        *,
+        seq_len: int,
+        stack: Profile | str = DEFAULT_PROFILE,
+        imbalance: float = 1.0,
+        document: int | None = None,
     ) -> None:
-        super().__init__(model, cluster, seq_len=seq_len, stack=stack, imbalance=imbalance)
+        super().__init__(model, cluster, seq_len=seq_len, stack=stack, imbalance=imbalance, document=document)
         self._chunks: dict[tuple[object, ...], ChunkMemory] = {}
 
     @cached_property

@@ -33,6 +33,7 @@ GPU_KEYS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "grouped", "attention", "
 PROFILE_KEYS = ("speed", "launch_us", "step_ms", "moe", "attention", "network")
 EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hidden")
 LOSS_SCALE = 0.12
+NOISE = 0.05  # of a measured step time, as a logarithm; weighs runs against priors
 PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.3, "release": 0.12, "link": 0.15, "exposed": 0.4}
 WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5, "network": 1.5}  # priors of these are wider by the factor
 
@@ -62,7 +63,10 @@ class Problem:
     def __init__(self, runs: Sequence[Run], start: Tables) -> None:
         self.runs = [run for run in runs if run.seconds and run.comparable]
         self.start = start
-        self.estimators = [Estimator(run.model, run.cluster, seq_len=run.seq_len, stack=profile("default", start)) for run in self.runs]
+        self.estimators = [
+            Estimator(run.model, run.cluster, seq_len=run.seq_len, stack=profile("default", start), document=run.document)
+            for run in self.runs
+        ]
         self.free = self._free()
 
     def _free(self) -> list[Free]:
@@ -190,7 +194,7 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
 
     def objective(errors: Any, at: Any) -> float:
         robust = 2 * LOSS_SCALE**2 * (np.sqrt(1 + (errors / LOSS_SCALE) ** 2) - 1)
-        return float((weights * robust).sum() / 0.05**2 + ((at / widths) ** 2).sum())
+        return float((weights * robust).sum() / NOISE**2 + ((at / widths) ** 2).sum())
 
     errors: Any = np.array(problem.errors(values))
     best = objective(errors, values)
@@ -205,7 +209,7 @@ def solve(problem: Problem, iterations: int = 12) -> list[float]:
                     for column in same:
                         if problem.free[column].applies(run):
                             jacobian[index, column] = slope
-        robust = weights / np.sqrt(1 + (errors / LOSS_SCALE) ** 2) / 0.05**2
+        robust = weights / np.sqrt(1 + (errors / LOSS_SCALE) ** 2) / NOISE**2
         normal = jacobian.T @ (jacobian * robust[:, None]) + np.diag(1 / widths**2)
         gradient = jacobian.T @ (robust * errors) + values / widths**2
         improved = False

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil
+from operator import add
 from typing import NamedTuple
 
 # (rows, columns, share of the peak a kernel with this output tile reaches); larger tiles reuse operands more.
@@ -51,8 +52,13 @@ class Work(NamedTuple):
 
 def total(works: Iterable[Work]) -> Work:
     """Sum of works."""
-    columns = tuple(zip(*works))
-    return Work(*map(sum, columns)) if columns else Work()
+    several = tuple(works)
+    if not several:
+        return Work()
+    first = several[0]
+    for work in several[1:]:
+        first = Work._make(map(add, first, work))
+    return first
 
 
 @lru_cache(maxsize=1 << 16)

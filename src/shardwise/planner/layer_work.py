@@ -111,10 +111,11 @@ class Shape:
         return max(1, self.tokens // self.tp)
 
 
-def shape_of(layout: Layout, seq_len: int, processors: int) -> Shape:
+def shape_of(layout: Layout, seq_len: int, processors: int, *, document: int | None = None) -> Shape:
+    """``document``: tokens of one packed document, which attention does not look beyond; None = the sample is one."""
     return Shape(
         tokens=max(1, layout.mbs * seq_len // layout.cp),
-        seq=seq_len,
+        seq=min(seq_len, document or seq_len),
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.etp,

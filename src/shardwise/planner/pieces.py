@@ -58,11 +58,20 @@ class Pieces:
     """What layouts of ``model`` on ``cluster`` at ``seq_len`` tokens a sample are made of.
 
     stack: software profile (`rates.Profile` or its name). imbalance: tokens of the hottest expert rank over the mean.
+    document: tokens of one document where samples are packed from several; attention does not look beyond it.
     """
 
     def __init__(
-        self, model: ModelSpec, cluster: Cluster, *, seq_len: int, stack: Profile | str = DEFAULT_PROFILE, imbalance: float = 1.0
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        *,
+        seq_len: int,
+        stack: Profile | str = DEFAULT_PROFILE,
+        imbalance: float = 1.0,
+        document: int | None = None,
     ) -> None:
+        self.document = document
         self.model, self.cluster, self.seq_len, self.imbalance = model, cluster, seq_len, imbalance
         self.stack = profile(stack) if isinstance(stack, str) else stack
         kinds = {layer: index for index, layer in enumerate(model.kinds)}
@@ -101,7 +110,7 @@ class Pieces:
         )
 
     def _shape(self, layout: Layout) -> Shape:
-        return shape_of(layout, self.seq_len, self.cluster.gpu.sms)
+        return shape_of(layout, self.seq_len, self.cluster.gpu.sms, document=self.document)
 
     def layer(self, kind: int, layout: Layout) -> tuple[LayerWork, Saved]:
         """Work and saved bytes of layer kind ``kind`` (an index into ``model.kinds``)."""

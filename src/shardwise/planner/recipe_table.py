@@ -1,10 +1,10 @@
 """Judging a table of published layouts, one row per recipe, all rows at once: legal, and does it fit its hardware.
 
 Columns: recipe, model, hf_id, gpus, gpu_type, precision, tp, pp, vpp, cp, ep, etp, sp, mbs, gbs, seq, recompute, use_megatron_fsdp,
-pp_layout, and, where the table has them, kind, task and offload. What such tables leave out is filled in with what Megatron Bridge does:
-an expert tensor size that is not given is 1 when the model is built but TP when the launcher sizes the world, performance recipes reduce gradients in bf16
-and use the loss of Transformer Engine (`_benchmark_common`), fine-tuning of adapters is LoRA, the DeepSeek family keeps bf16 moments, and the communication of context
-parallelism follows the model's attention.
+pp_layout, and, where the table has them, kind, task and offload. What such tables leave out is filled in with what Megatron Bridge
+does: an expert tensor size that is not given is 1 when the model is built but TP when the launcher sizes the world, performance recipes
+reduce gradients in bf16 and use the loss of Transformer Engine (`_benchmark_common`), fine-tuning of adapters is LoRA, the DeepSeek
+family keeps bf16 moments, and the communication of context parallelism follows the model's attention.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ TEST_CASES: dict[str, dict[str, Any]] = {
     "tunable_overlap": {"vpp_group": 5},
     "fine_grained_offloading": {"offload": Offload(activation_modules=("core_attn", "expert_fc1"))},
 }
+# Tokens of a document of packed fine-tuning data; the sets that recipes pack (SQuAD, OpenMathInstruct-2) have a few hundred.
+PACKED_DOCUMENT = 512
 SCHEDULES = {"ZB-2p": "zb-h2", "ZB-1p": "zb-h1", "ZB-V": "zbv", "DualPipe": "dualpipe"}
 
 
@@ -91,6 +93,7 @@ class Run:
     layout: Layout
     cluster: Cluster
     seq_len: int
+    document: int | None
     profile: str
     balanced: bool
     seconds: float | None
@@ -272,8 +275,8 @@ def layout_from_row(row: Row, model: ModelSpec, source: Source) -> Layout:
         vpp, schedule = 1, "1f1b"
     fields.update(_from_notes(row, framework))
     spans = ep * etp > 8 and not re.match(r"GB", row.get("gpu_type", ""))
-    if framework.startswith("megatron-bridge") and fields.get("dispatcher") == "deepep" and spans and (pp == 1 or vpp > 1):
-        fields["overlap_moe"] = True  # what its recipes switch on where experts span nodes
+    if framework == "megatron-bridge" and fields.get("dispatcher") == "deepep" and spans and (pp == 1 or vpp > 1):
+        fields["overlap_moe"] = True  # what its performance recipes switch on where experts span nodes
     words = _pipeline_words(model, notes, pp, vpp)
     if words:
         fields["pipeline_layout"], vpp = words, len(words) // pp
@@ -388,6 +391,7 @@ def run_from_row(row: Row) -> Run:
         layout=layout,
         cluster=cluster,
         seq_len=seq_len,
+        document=PACKED_DOCUMENT if "packed data" in notes else None,
         profile=source.profile,
         balanced="natural routing" not in notes,
         seconds=measured_seconds(row, model, source, seq_len, layout.gbs, layout.world),

@@ -82,7 +82,7 @@ def predicted_memory(estimate: MemoryEstimate, meaning: str) -> float:
 
 def judge(run: Run) -> RowResult:
     """Prediction of one run."""
-    estimator = Estimator(run.model, run.cluster, seq_len=run.seq_len, stack=run.profile)
+    estimator = Estimator(run.model, run.cluster, seq_len=run.seq_len, stack=run.profile, document=run.document)
     predicted = estimator.step_time(run.layout).seconds if run.seconds else None
     memory = predicted_memory(estimator.memory(run.layout), run.memory_meaning)
     return RowResult(

@@ -193,6 +193,11 @@ def _reader(field: str) -> Callable[[str], Any]:
     return _boolean if isinstance(_FIELDS[field].default, bool) else _integer(1)
 
 
+def names() -> tuple[str, ...]:
+    """Every name of a layout field."""
+    return tuple(_FIELD_OF)
+
+
 def field_of(key: str) -> str | None:
     """The layout field a key names: its own name, a Megatron name, with `--`, `+`, a Bridge section or dashes. None if it names none."""
     bare = key.strip().lstrip("+-").replace("-", "_")

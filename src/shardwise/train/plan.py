@@ -25,8 +25,6 @@ _ARCHITECTURE = {
     "moe_router_topk": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-# limits of Megatron that this runner does not have: rows of a sequence may split unevenly
-_LIFTED = ("C1", "C2", "T9")
 _NOT_RUN = {"zb-h2": "zb-h1", "dualpipe": "dualpipev"}
 
 
@@ -127,8 +125,7 @@ def plan(config: RunConfig, world: int) -> RunPlan:
     known = config.model.model_type in hf.model_types()
     spec = hf.from_config(values, config.model.model_type) if known else None
     layout = layout_of(config, world)
-    judged = check_layout(spec, layout, None, seq_len=config.model.seq_length, framework="shardwise")
-    findings = tuple(finding for finding in judged if finding.rule not in _LIFTED)
+    findings = check_layout(spec, layout, None, seq_len=config.model.seq_length, framework="shardwise")
     needed = layout.tp * layout.cp * layout.pp
     extra = [each for each in (_world(world, needed, layout), _schedule(layout)) if each is not None]
     errors = [finding for finding in (*extra, *findings) if finding.severity == "error"]

@@ -12,7 +12,11 @@ from shardwise.spec.blocks import Attention, CompressedAttention, Mla
 _TE = "Transformer Engine attn_forward_func_with_cp"
 
 
-@rule("C1", "Megatron Bridge ConfigContainer.validate; Megatron-LM validate_args; Transformer Engine; torchtitan trainer")
+@rule(
+    "C1",
+    "Megatron Bridge ConfigContainer.validate; Megatron-LM validate_args; Transformer Engine; torchtitan trainer",
+    shardwise=None,  # rows of a sequence may split unevenly
+)
 def sequence_splits_into_balanced_chunks(case: Case) -> Iterator[Problem]:
     """The sequence is cut in 2*CP chunks and rank r holds chunks r and 2*CP-1-r, so that causal work is equal."""
     layout, seq = case.layout, case.seq_len

@@ -91,7 +91,7 @@ def sequence_parallel_needs_tensor_parallel(case: Case) -> Iterator[Problem]:
         yield Problem("sp=true tp=1", why, "sp=false, or tp=2 or more")
 
 
-@rule("T9", "Megatron Core tensor_parallel/mappings (sequence scatter)")
+@rule("T9", "Megatron Core tensor_parallel/mappings (sequence scatter)", shardwise=None)
 def sequence_splits_over_tensor_ranks(case: Case) -> Iterator[Problem]:
     layout, seq = case.layout, case.seq_len
     if seq is None or not layout.sp or layout.tp == 1 or seq % layout.cp or seq // layout.cp % layout.tp == 0:
