@@ -14,7 +14,9 @@ from shardwise.parallel.topology import connect
 from shardwise.parallel.weights import materialize
 from shardwise.recipes.pretrain import recipe
 from shardwise.rehearse import step
+from shardwise.rehearse.compare import Comparer, Comparison
 from shardwise.rehearse.ledger import CATEGORIES, Ledger
+from shardwise.spec.catalog.hardware import cluster
 from shardwise.spec.stages import rank_params
 from shardwise.testing import ranks
 from shardwise.train.overrides import apply
@@ -93,6 +95,59 @@ def test_command_prints_terms_beside_the_prediction(capsys):
     terms = {each["term"]: each for each in rank["terms"]}
     assert terms["weights"]["rehearsed_gib"] == pytest.approx(terms["weights"]["predicted_gib"], rel=1e-3)  # tables of rotary positions
     assert {each["axis"] for each in rank["messages"]} == {"dp"}
+
+
+SPLIT = (
+    "model.tensor_model_parallel_size=2",
+    "model.sequence_parallel=true",
+    "model.pipeline_model_parallel_size=2",
+    "train.global_batch_size=8",
+    "model.seq_length=32",
+    "model.vocab_size=64",
+)
+
+
+def compared(chosen: RunPlan) -> list[Comparison]:
+    comparer = Comparer(chosen, cluster("h100-sxm", chosen.layout.world))
+    return [comparer.compare(step.rehearse_rank(chosen, rank)) for rank in step.distinct_ranks(chosen.layout)]
+
+
+def test_messages_are_those_the_planner_counts():
+    for name, more in (("llama32_1b", ()), ("qwen3_30b_a3b", ("model.expert_model_parallel_size=4",))):
+        for each in compared(planned(f"{name}_tiny_pretrain_config", 8, *SPLIT, *more)):
+            assert each.same_parameters
+            found = {(sent.collective, sent.axis): sent for sent in each.sent if sent.predicted is not None}
+            assert {axis for _, axis in found} == {"tp", "pp", "dp"} | ({"ep"} if more else set())
+            for (collective, _), sent in found.items():
+                numbers = 16 / 1024 if collective == "all_to_all" else 0  # of experts: 8 bytes beside rows of 64 features, one way of four
+                assert sent.predicted <= sent.bytes <= sent.predicted * (1 + 2 * numbers), sent
+            small = sum(sent.bytes for sent in each.sent if sent.predicted is None)
+            assert small < 0.1 * sum(sent.bytes for sent in each.sent)
+
+
+def test_activations_are_those_the_planner_counts():
+    """Of real layers: norms, norms of heads, attention with fewer key heads, gated products, under sequence parallelism."""
+    plain = ("model.virtual_pipeline_model_parallel_size=null", "model.context_parallel_size=1", "model.pipeline_model_parallel_size=1")
+    words = ("model.num_layers=6", *SPLIT[:2], *plain, "model.seq_length=4096", "model.vocab_size=256", "train.global_batch_size=2")
+    for name in ("llama31_70b", "qwen3_8b"):
+        (each,) = compared(planned(f"{name}_pretrain_config", 2, *words))
+        term = next(term for term in each.terms if term.name == "activations")
+        assert each.rank.peaks["forward"].categories["activations"] == pytest.approx(term.predicted, rel=0.03), name
+
+
+def test_plans_are_rehearsed(capsys, tmp_path):
+    fields = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**fields, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 256}))
+    words = ["--gpus", "4", "--seq-len", "64", "--global-batch", "8", "--top", "1", "--rehearse", "1", "tp=2", "pp=2", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", str(path), *words])
+    answer = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    found = answer["plans"][0]["rehearsal"]
+    assert found["peak_gib"] > 0 and found["pp_rank"] == answer["plans"][0]["memory"]["stage"]
+    sent = {(each["collective"], each["axis"]): each for each in found["messages"]}
+    assert sent["send", "pp"]["bytes"] == sent["send", "pp"]["predicted"]
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 from shardwise.cli.inputs import counts_in_range, read_cluster
-from shardwise.cli.judging import stack_of
 from shardwise.cli.render import gib, note, print_json, print_lines, print_table
 from shardwise.cli.run import print_error
 from shardwise.cli.train import Overrides, RecipeName
@@ -55,7 +54,7 @@ def rehearse(
     from shardwise.rehearse.compare import Comparer
     from shardwise.rehearse.step import rehearse as rehearse_all
 
-    comparer = None if chosen.spec is None else Comparer(chosen, cluster, stack_of("shardwise"))
+    comparer = None if chosen.spec is None else Comparer(chosen, cluster)
     results: list[tuple[RankRehearsal, Comparison | None]] = []
     for found in rehearse_all(chosen):
         note(f"rank {found.rank} (pipeline rank {found.pp_rank}): {gib(found.peak.total / GIB)} GiB")

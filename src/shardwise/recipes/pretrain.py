@@ -21,6 +21,7 @@ from shardwise.train.config import (
     TrainConfig,
     ValidationConfig,
 )
+from shardwise.train.model import trainable_fields
 
 Recipe = Callable[[], RunConfig]
 _LLAMA3_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
@@ -123,11 +124,7 @@ TABLE: dict[str, Pretraining] = {
 
 
 def _fields(row: Pretraining) -> dict[str, Any]:
-    fields = {**table("models")[row.catalog]["config"], **row.hf}
-    fields.pop("num_nextn_predict_layers", None)  # transformers models have no MTP layers
-    if "kv_lora_rank" in fields:
-        fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    return fields
+    return trainable_fields({**table("models")[row.catalog]["config"], **row.hf})
 
 
 def pretrain_config(name: str) -> RunConfig:

@@ -61,14 +61,14 @@ class Comparison:
 
 
 class Comparer:
-    """Compares ranks of one plan. The planner's description must exist (`plan.spec`)."""
+    """Compares ranks of one plan with what the planner says of this runtime. The planner's description must exist (`plan.spec`)."""
 
-    def __init__(self, plan: RunPlan, cluster: Cluster, stack: str) -> None:
+    def __init__(self, plan: RunPlan, cluster: Cluster) -> None:
         assert plan.spec is not None
         model = plan.spec.replace(vocab_divisor=1)  # the runtime does not pad the vocabulary
         self._params = rank_params(model, plan.layout)
         self._layout = plan.layout
-        self._estimator = Estimator(model, cluster, seq_len=plan.config.model.seq_length, stack=stack)
+        self._estimator = Estimator(model, cluster, seq_len=plan.config.model.seq_length, stack="shardwise")
         self._memory = self._estimator.memory(plan.layout)
 
     def compare(self, rank: RankRehearsal) -> Comparison:
