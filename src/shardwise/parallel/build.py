@@ -76,6 +76,7 @@ def parallelize_model(
     attention.register()
     layout = topology.layout
     whole = build_meta(config)
+    _refuse_dropout(whole)
     rows, routers = Rows(), RouterLosses(topology=topology, balance=balance or Balance())
     savings = Savings(active=dtype != torch.float32)
     stages: dict[int, StageModule] = {}
@@ -113,6 +114,21 @@ def parallelize_model(
         savings=savings,
         dtype=dtype,
     )
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """Each rank would draw numbers of its own: ranks that hold the same activation no longer would, and no layout would repeat another."""
+    rates = [
+        (name, module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout"))
+        for name, module in model.named_modules()
+    ]
+    found = next((f"{name}: dropout of {rate}" for name, rate in rates if isinstance(rate, float) and rate > 0), None)
+    if found:
+        fields = model.config.get_text_config().to_dict()
+        nonzero = [
+            key for key, value in fields.items() if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0
+        ]
+        raise ModelError([f"{found}: its numbers would differ with the layout. Try: {' '.join(f'model.hf.{key}=0' for key in nonzero)}"])
 
 
 def _held(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Held]:

@@ -118,14 +118,21 @@ def save(folder: Path, step: int, model: ParallelModel, optimizer: StepOptimizer
     path = folder / f"iter_{step:07d}"
     dcp.save(_state(model, optimizer), checkpoint_id=str(path))
     if dist.get_rank() == 0:
-        (path / "run.json").write_text(json.dumps({"iteration": step, **about}, indent=2))
-        (folder / _LATEST).write_text(str(step))
+        _write_at_once(path / "run.json", json.dumps({"iteration": step, **about}, indent=2))
+        _write_at_once(folder / _LATEST, str(step))
         if keep > 0:
             for old in sorted(folder.glob("iter_*"))[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
     if dist.get_world_size() > 1:
         dist.barrier()
     return path
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """A process that is killed meanwhile leaves the file as it was."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def latest(folder: Path) -> Path | None:
