@@ -39,6 +39,7 @@ class Bounds:
         self.common, self._count = self._counts.most_common(1)[0]
         self._activations: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._least: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._heaviest: dict[tuple[Any, ...], float] = {}
         self._totals: dict[tuple[Any, ...], float] = {}
         self._params: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
         self._states: dict[tuple[Any, ...], tuple[float, float]] = {}
@@ -106,13 +107,22 @@ class Bounds:
     def _bytes(self, layout: Layout, held: float, working: float, vpp: int, *, whole: bool) -> float:
         """``whole``: count whole layers (tighter, slower)."""
         state, total = self._state(layout)
-        pp, count = layout.pp, self._count
-        flights = _least_flights(layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
+        pp = layout.pp
+        pipeline = (layout.schedule, pp, vpp, layout.vpp_group or pp, max(1, layout.microbatches))
+        key = (state, held, pipeline, whole)  # layouts that communicate differently share it
+        least = self._heaviest.get(key)
+        if least is None:
+            least = self._heaviest[key] = self._heaviest_rank(state, held, _least_flights(*pipeline), whole)
+        return max(least + working, total / pp) + self.estimator.stack.workspace
+
+    def _heaviest_rank(self, state: float, held: float, flights: tuple[int, ...], whole: bool) -> float:
+        """Least bytes of the heaviest rank when all layers are of the commonest kind."""
+        count = self._count
         costs = [state + held * flight for flight in flights]
         least = count / sum([1.0 / cost for cost in costs])
         while whole and sum([int(least / cost + _ROUNDING) for cost in costs]) < count:
             least = min([(int(least / cost + _ROUNDING) + 1) * cost for cost in costs])
-        return max(least + working, total / pp) + self.estimator.stack.workspace
+        return least
 
     def _least_held(self, group: Group) -> tuple[float, float]:
         """`_held` of the recompute choice that keeps least. Groups with several choices all have those of the space."""
