@@ -102,14 +102,15 @@ def watching(seen: Seen):
 @ranks(2, timeout=600)
 def run(world, samples: list[Sample]):
     for sample in samples:
+        mesh = world.make_mesh((2,), ("domain",))  # remembers nothing of the samples before
         tensors = whole_inputs(sample, sizes={letter: sample.size(letter) for letter in sample.letters}, dtype=sample.dtypes[0])
         for letter in sample.split + sample.refused:
-            attempt(sample, split_inputs(sample, tensors, world.mesh, (letter,), {letter: rows("even", sample.size(letter), 2)}))
+            attempt(sample, split_inputs(sample, tensors, mesh, (letter,), {letter: rows("even", sample.size(letter), 2)}))
         for placement in (Replicate(), Partial()):
             inputs = [
                 x
                 if number in sample.plain or (placement.is_partial() and (number or t.kind != "normal"))
-                else shard(x, world.mesh, placements=(placement,))
+                else shard(x, mesh, placements=(placement,))
                 for number, (t, x) in enumerate(zip(sample.inputs, tensors, strict=True))
             ]
             attempt(sample, inputs)

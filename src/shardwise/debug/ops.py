@@ -52,12 +52,13 @@ def supported_ops() -> tuple[SupportedOp, ...]:
     for name, handler in registry.named_functions.items():
         found[name, "function"] = getattr(handler, "handler", handler)
     seen = json.loads(SEEN.read_text())
+    alike = {handler: name for (name, _), handler in found.items() if name in seen}  # `Tensor.add` does what `torch.add` does
     return tuple(
         SupportedOp(
             name=name,
             level=level,
             communication=_communication(handler),
-            placements={where: tuple(what) for where, what in seen.get(name, {}).items()},
+            placements={where: tuple(what) for where, what in seen.get(name, seen.get(alike.get(handler), {})).items()},
         )
         for (name, level), handler in sorted(found.items())
     )
@@ -81,7 +82,7 @@ def supported_ops_page() -> str:
         "op is gathered, with a warning that tells the bytes, or refused under `shardwise.fallback('error')`.",
         "",
         "Two families are served whole and not listed op by op: pointwise operators (those that torch tags so: local for operands that",
-        "lie alike, broadcast or are plain; the smaller of two that do not is moved) and random ones (local; the same numbers for any split).",
+        "lie alike, broadcast or are plain; the smaller of two that do not is moved) and random ones (local; equal numbers for any split).",
         "",
         f"| op | level | {' | '.join(KINDS)} | communication |",
         f"| --- | --- |{' --- |' * len(KINDS)} --- |",
