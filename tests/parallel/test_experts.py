@@ -102,11 +102,21 @@ def test_capacity_keeps_the_largest_weights(factor):
 
 @ranks(2)
 def test_dropped_choices_do_not_contribute(world):
+    """Neither to the output nor to any gradient. Both ranks have the same tokens."""
     topology = connect(cases.layout(2, "ep=2 capacity_factor=1"))
     own, plain = experts_of(world, 4), experts_of(world, 4)
-    split(own, Dispatch(topology=topology, count=4, capacity_factor=1.0))
-    x = world.randn(4, 8).float()
+    held = split(own, Dispatch(topology=topology, count=4, capacity_factor=1.0))
     index = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 3]])
     weights = torch.tensor([[0.4, 0.1], [0.9, 0.2], [0.7, 0.3], [0.5, 0.6]])
     kept = kept_choices(index, weights, 4, 1.0)
-    torch.testing.assert_close(own(x, index, weights), plain(x, index, weights * kept))
+    assert not kept.all()
+    x = world.randn(4, 8).float()
+    inputs = [(x.clone().requires_grad_(), weights.clone().requires_grad_()) for _ in range(2)]
+    out, expected = own(inputs[0][0], index, inputs[0][1]), plain(inputs[1][0], index, inputs[1][1] * kept)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, whole in zip(*inputs, strict=True):
+        torch.testing.assert_close(mine.grad, whole.grad)
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * held[f"x.{name}"].part.take(plain.get_parameter(name).grad), rtol=1e-4, atol=1e-6)
