@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
@@ -89,6 +90,16 @@ def weight_operand(value: Tensor | None, spec: ShardTensorSpec) -> tuple[Tensor 
     return plain_operand(value, (spec,)), None
 
 
+def one_node(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` without its preparations for functorch transforms, which cost as much as a small op. See `separate_nodes`."""
+    return super(torch.autograd.Function, function).apply
+
+
+def separate_nodes(local: Tensor) -> bool:
+    """Whether an op must be recorded as the steps it is made of: while tracing, transforming (functorch) or under autocast."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(local.device.type)
+
+
 def contributed(use: _Use | None, grad: Tensor | None) -> Tensor | None:
     """The gradient to return for an operand of `weight_operand`, given this rank's summand."""
     if use is None or grad is None:
@@ -107,6 +118,14 @@ def again_operand(use: _Use | None, value: Tensor | None) -> Tensor | None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _hook(alias: Tensor, hook):
+    """`alias.register_hook(hook)` for a hook that is never removed, at a third of its cost. Returns the node."""
+    node = alias.grad_fn
+    alias._backward_hooks = {0: hook}
+    node._register_hook_dict(alias)
+    return node
 
 
 class _Promote(torch.autograd.Function):
@@ -256,15 +275,14 @@ class _Use:
         """The alias whose gradient is replaced by the sum just before it reaches the weight."""
         alias = _alias(value)
         if not self.at_once:
-            alias.grad_fn._set_sequence_nr(0)
-            alias.register_hook(self.finish)
+            _hook(alias, self.finish)._set_sequence_nr(0)
         self.last = TensorWeakRef(alias)
         return alias
 
     def make_first(self, last: Tensor) -> Tensor:
         """The alias whose gradient, complete on this rank, is handed to a bucket."""
         alias = _alias(last)
-        alias.register_hook(self.contribute)
+        _hook(alias, self.contribute)
         self.first = TensorWeakRef(alias)
         return alias
 
@@ -327,15 +345,16 @@ class _Bucket:
     def launch(self) -> None:
         if self.handle is not None:
             return
-        flat = torch.cat([grad.reshape(-1) for grad in self.grads.values()])
+        flat = _flatten_dense_tensors(list(self.grads.values()))
+        if len(self.grads) == 1:  # not a copy, and others may hold the same gradient
+            flat = flat.clone()
         self.handle = comm.start_all_reduce(flat, self.group)
 
     def take(self, use: _Use) -> Tensor:
         self.launch()
         if not self.sums:
-            flat = self.handle.wait()
-            pieces = flat.split([grad.numel() for grad in self.grads.values()])
-            self.sums = {u: piece.view(grad.shape) for (u, grad), piece in zip(self.grads.items(), pieces, strict=True)}
+            sums = _unflatten_dense_tensors(self.handle.wait(), list(self.grads.values()))
+            self.sums = dict(zip(self.grads, sums, strict=True))
             self.grads = {}
         return self.sums.pop(use)
 

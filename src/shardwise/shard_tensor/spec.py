@@ -13,6 +13,7 @@ an op are made from specs, so that all ranks make the same ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,6 @@ class ShardTensorSpec:
     A spec is immutable; equal specs compare equal and hash alike.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "dtype", "mesh", "placements", "shape", "sizes", "stride")
-
     def __init__(
         self,
         mesh: DeviceMesh,
@@ -87,7 +86,6 @@ class ShardTensorSpec:
         self.dtype = dtype
         self.sizes = sizes
         self._cache: dict = {}
-        self._hash: int | None = None
 
     @classmethod
     def chunked(
@@ -121,9 +119,11 @@ class ShardTensorSpec:
         return self._key() == other._key() and (self.mesh is other.mesh or self.mesh == other.mesh)
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash((self._key(), self.mesh))
         return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._key(), self.mesh))
 
     def __copy__(self) -> ShardTensorSpec:
         return self
@@ -157,12 +157,9 @@ class ShardTensorSpec:
             cache[key] = make()
         return cache[key]
 
-    @property
+    @cached_property
     def coordinate(self) -> tuple[int, ...]:
         """This rank's coordinate on the mesh."""
-        return self.cached("coordinate", self._coordinate)
-
-    def _coordinate(self) -> tuple[int, ...]:
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             raise RuntimeError(f"this rank is not part of the mesh {self.mesh}: build the tensor on a mesh that contains it")
@@ -190,10 +187,10 @@ class ShardTensorSpec:
             self._cache[key] = tuple(spans)
         return self._cache[key]
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard."""
-        return self.cached("local_shape", lambda: tuple(stop - start for start, stop in self.box()))
+        return tuple(stop - start for start, stop in self.box())
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """Where this rank's shard starts: for each mesh dim, the first row along the tensor dim it shards (0 if none)."""
@@ -217,22 +214,22 @@ class ShardTensorSpec:
 
     # ------------------------------------------------------------------ placements
 
-    @property
+    @cached_property
     def sharded_mesh_dims(self) -> tuple[int, ...]:
-        return self.cached("sharded", lambda: tuple(i for i, p in enumerate(self.placements) if isinstance(p, Shard)))
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Shard))
 
-    @property
+    @cached_property
     def partial_mesh_dims(self) -> tuple[int, ...]:
-        return self.cached("partial", lambda: tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial)))
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial))
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
-        return self.cached("replicated", lambda: all(isinstance(p, Replicate) for p in self.placements))
+        return all(isinstance(p, Replicate) for p in self.placements)
 
-    @property
+    @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
         """The sharded tensor dims, ascending."""
-        return self.cached("sharded_dims", lambda: tuple(d for d, sizes in enumerate(self.sizes) if sizes is not None))
+        return tuple(d for d, sizes in enumerate(self.sizes) if sizes is not None)
 
     @property
     def numel(self) -> int:

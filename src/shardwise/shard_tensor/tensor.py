@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from shardwise.shard_tensor import registry
 from shardwise.shard_tensor.redistribute import redistribute_local
+from shardwise.shard_tensor.registry import call_function, functions, rules, settings
 from shardwise.shard_tensor.spec import ShardTensorSpec, normalize_placements
 
 _make_wrapper = Tensor._make_wrapper_subclass
@@ -60,18 +61,13 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if registry.settings.promotion != "silent":
+        if settings.promotion != "silent":
             registry.announce(func, args)
-        handler = registry.functions.get(func)
-        if handler is not None:
-            return handler(func, types, args, kwargs or {})
-        return registry.call_function(func, types, args, kwargs or {})
+        return functions.get(func, call_function)(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        rule = registry.rules.get(func)
-        if rule is None:
-            rule = registry.find_rule(func)
+        rule = rules.get(func) or registry.find_rule(func)
         return rule(func, args, kwargs or {})
 
     @staticmethod

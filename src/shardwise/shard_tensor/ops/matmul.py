@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.shard_tensor.contract import Letters, local_operands, local_values, plan
-from shardwise.shard_tensor.promote import again_operand, contributed, plain_operand, weight_operand
+from shardwise.shard_tensor.promote import again_operand, contributed, one_node, plain_operand, separate_nodes, weight_operand
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, needs_grad, redistribute, to_local
@@ -41,14 +41,14 @@ def _linear_whole_features(x: ShardTensor, weight: Tensor, bias: Tensor | None) 
     features = weight.shape[0] if weight.ndim == 2 else None
     out = spec.cached(("linear", features), lambda: _features(spec, features))
     if torch.is_grad_enabled():
-        if torch.is_autocast_enabled(x._local_tensor.device.type) or torch.compiler.is_compiling():
+        if separate_nodes(x._local_tensor):
             weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
             return from_local(F.linear(to_local(x), weight, bias), out)
         weight, weight_use = weight_operand(weight, spec)
         bias, bias_use = weight_operand(bias, spec)
         if weight.requires_grad or needs_grad(x) or (bias is not None and bias.requires_grad):
             with _NoTorchFunction():
-                return _Linear.apply(x, weight, bias, out, weight_use, bias_use)
+                return _linear(x, weight, bias, out, weight_use, bias_use)
     else:
         weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
     return ShardTensor(F.linear(x._local_tensor, weight, bias), out)
@@ -95,6 +95,9 @@ class _Linear(torch.autograd.Function):
             if wants_bias:
                 grad_bias = rows.sum(0) if bias.ndim == 1 else rows.sum()
         return grad_x, contributed(weight_use, grad_weight), contributed(bias_use, grad_bias), None, None, None
+
+
+_linear = one_node(_Linear)
 
 
 # ---------------------------------------------------------------------- matmul and einsum
@@ -214,7 +217,7 @@ _FACTORS = ("mat1", "mat", "batch1", "mat2", "vec", "batch2")  # what torch call
 @shard_function(torch.addmm, Tensor.addmm, torch.addmv, Tensor.addmv, torch.baddbmm, Tensor.baddbmm)
 def add_product(input: Tensor, *factors: Tensor, beta=1, alpha=1, **named: Tensor) -> Tensor:
     a, b = (*factors, *(named[name] for name in _FACTORS if name in named))
-    product = matmul(a, b)
+    product = torch.matmul(a, b)
     product = product if alpha == 1 else product * alpha
     if beta == 0:
         return product
@@ -252,7 +255,7 @@ _ADDED = {aten.addmm.default: aten.mm.default, aten.addmv.default: aten.mv.defau
 @shard_rule(*_ADDED)
 def added_product_rule(op, args, kwargs):
     bias, a, b = args
-    product = product_rule(_ADDED[op], (a, b), {})
+    product = _ADDED[op](a, b)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
     return product if beta == 0 else aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))

@@ -17,7 +17,7 @@ from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor import registry
 from shardwise.shard_tensor.fallback import after_write, check_writable, complete_in_place
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
-from shardwise.shard_tensor.registry import shard_function_table
+from shardwise.shard_tensor.registry import call_function
 from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
 from shardwise.shard_tensor.tensor import ShardTensor
 
@@ -120,15 +120,15 @@ def _new_tensor_form(op):
 def pointwise_rule(op, args: tuple, kwargs: dict):
     """Communication: none for operands in one layout; else the cheaper operands are redistributed."""
     spec, aligned = _one_spec(args)
-    if aligned and not kwargs and not spec.partial_mesh_dims:
-        if op in _IN_PLACE:
-            check_writable(args[0])
-        local = op(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args])
-        if op not in _IN_PLACE:
-            return _wrap(local, spec)
+    if not aligned or kwargs or spec.partial_mesh_dims:
+        return _general(op, args, kwargs)
+    local = [a._local_tensor if isinstance(a, ShardTensor) else a for a in args]
+    if op in _IN_PLACE:
+        check_writable(args[0])
+        op(*local)
         after_write(args[0])
         return args[0]
-    return _general(op, args, kwargs)
+    return _wrap(op._op(*local), spec)
 
 
 def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
@@ -136,11 +136,10 @@ def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
     spec = None
     for a in args:
         if isinstance(a, ShardTensor):
+            own = a._spec
             if spec is None:
-                spec = a._spec
-            elif spec is not a._spec and (
-                spec.sizes != a._spec.sizes or spec.placements != a._spec.placements or spec.shape != a._spec.shape
-            ):
+                spec = own
+            elif spec is not own and (spec.sizes != own.sizes or spec.placements != own.placements or spec.shape != own.shape):
                 return spec, False
         elif isinstance(a, Tensor | list | tuple):
             return spec, False
@@ -316,17 +315,19 @@ _FAST = [
 ]  # fmt: skip
 
 
-def _fast(func, args: tuple, kwargs: dict):
+def _fast(func, types, args: tuple, kwargs: dict):
     """Compute on the shards directly when all operands lie alike and autograd has nothing to record."""
     spec, aligned = _one_spec(args)
-    if not aligned or kwargs or spec.partial_mesh_dims:
-        return NotImplemented
-    with _NoTorchFunction():
-        if torch.is_grad_enabled():
+    if not aligned or kwargs:
+        return call_function(func, types, args, kwargs)
+    if torch.is_grad_enabled():
+        with _NoTorchFunction():
             for a in args:
                 if isinstance(a, ShardTensor) and a.requires_grad:
                     return func(*args)
-        return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), spec)
+    if spec.partial_mesh_dims:
+        return call_function(func, types, args, kwargs)
+    return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), spec)
 
 
-shard_function_table(_FAST, _fast)
+registry.functions.update(dict.fromkeys(_FAST, _fast))

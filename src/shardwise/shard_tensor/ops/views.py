@@ -174,12 +174,19 @@ def _bounds(start: int | None, stop: int | None, step: int, size: int) -> tuple[
 
 def sliced(x: ShardTensor, dim: int, start: int | None, stop: int | None, step: int = 1) -> ShardTensor:
     """Rows start:stop:step of `dim`. On a sharded dim each rank keeps those of its own rows; shards may become empty."""
+    return _sliced(x, (dim, start, stop, step))
+
+
+def _sliced(x: ShardTensor, key: tuple) -> ShardTensor:
     spec = x._spec
-    dim %= spec.ndim
-    (first, last), out = spec.cached(("slice", dim, start, stop, step), lambda: _slice_plan(spec, dim, start, stop, step))
-    if spec.sizes[dim] is not None:
+    plan = spec._cache.get(key)
+    if plan is None:
+        plan = spec._cache[key] = _slice_plan(spec, *key)
+    on_shards, dim, start, count, step, out = plan
+    if on_shards:
         _remember(spec, dim)
-    return _same_memory(ShardTensor(_slice(x._local_tensor, dim, first, last, step), out), x)
+    local = x._local_tensor.narrow(dim, start, count) if step == 1 else _slice(x._local_tensor, dim, start, start + count, step)
+    return _same_memory(ShardTensor(local, out), x)
 
 
 def _remember(spec: ShardTensorSpec, dim: int) -> None:
@@ -194,19 +201,22 @@ def _remembered(spec: ShardTensorSpec, shape: tuple[int, ...], dim: int, placeme
     return spec.mesh.__dict__.get("_shardwise_cuts", {}).get((shape, dim, placements))
 
 
-def _slice_plan(spec: ShardTensorSpec, dim: int, start: int | None, stop: int | None, step: int):
+def _slice_plan(spec: ShardTensorSpec, dim: int, start: int | None = None, stop: int | None = None, step: int = 1):
+    """Whether it cuts a sharded dim; dim, start, length and step of this rank's slice; the layout of the result."""
+    dim %= spec.ndim
     start, stop = _bounds(start, stop, step, spec.shape[dim])
     count = len(range(start, stop, step))
     shape = [*spec.shape[:dim], count, *spec.shape[dim + 1 :]]
     stride = (*spec.stride[:dim], spec.stride[dim] * step, *spec.stride[dim + 1 :])
     blocks = spec.sizes[dim]
     if blocks is None:
-        return (start, max(start, stop)), spec.with_dims(shape, range(spec.ndim), stride)
+        return False, dim, start, max(stop - start, 0), step, spec.with_dims(shape, range(spec.ndim), stride)
     kept = rows_kept(blocks, start, stop, step)
     sizes = (*spec.sizes[:dim], tuple(len(rows) for rows in kept), *spec.sizes[dim + 1 :])
     mine = kept[spec.block_index(dim, spec.coordinate)]
-    bounds = (mine.start, mine[-1] + 1) if len(mine) else (0, 0)
-    return bounds, ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype, stride)
+    first, last = (mine.start, mine[-1] + 1) if len(mine) else (0, 0)
+    out = ShardTensorSpec(spec.mesh, spec.placements, tuple(shape), sizes, spec.dtype, stride)
+    return True, dim, first, last - first, step, out
 
 
 def rows_kept(blocks: Sequence[int], start: int, stop: int, step: int) -> list[range]:
@@ -221,8 +231,7 @@ def rows_kept(blocks: Sequence[int], start: int, stop: int, step: int) -> list[r
 
 @shard_rule(aten.slice.Tensor)
 def slice_tensor(op, args, kwargs):
-    x, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    return sliced(x, dim, start, stop, step)
+    return _sliced(args[0], args[1:] or (0,))
 
 
 @shard_rule(aten.select.int)
@@ -400,7 +409,7 @@ def _fast_getitem(func, types, args, kwargs):
     if torch.is_grad_enabled():
         with _NoTorchFunction():
             if x.requires_grad:
-                return func(x, index)
+                return x[index]
     key = tuple((item.start, item.stop, item.step) if type(item) is slice else item for item in items)
     spec = x._spec
     key = ("getitem", *key)
