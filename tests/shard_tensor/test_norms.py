@@ -189,3 +189,13 @@ def test_a_norm_of_a_leaf_gives_gradients_to_input_and_weights_once(world):
         norm(x).backward(torch.ones_like(x))
     assert [(r.collective, r.direction, r.calls) for r in counted.records] == [("all_reduce", "backward", 1)]
     assert x.grad.placements == x.placements
+
+
+@ranks(2)
+def test_evaluation_batch_norm_of_one_sample_takes_a_transposed_gradient(world):
+    """Not compared with one process, which plain torch 2.13 gets wrong: the gradient of the bias is the sum of what arrives."""
+    norm, w = world.same(lambda: nn.BatchNorm2d(4).double().eval()), world.randn(1, 64, 4)
+    x = shard(world.randn(1, 4, 8, 8), world.mesh, dim=2, sizes=(5, 3)).requires_grad_()
+    (norm(x).flatten(2).transpose(1, 2) * w).sum().backward()
+    torch.testing.assert_close(norm.bias.grad, w.sum((0, 1)))
+    torch.testing.assert_close(x.grad.full_tensor(), w.transpose(1, 2).reshape(1, 4, 8, 8) / (1 + norm.eps) ** 0.5)
