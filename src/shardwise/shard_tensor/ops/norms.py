@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from shardwise.collectives import functional as comm
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.normalize import Normalize
-from shardwise.shard_tensor.promote import again_operand, contributed, plain_operand, weight_operand
+from shardwise.shard_tensor.promote import again_operand, contributed, one_node, plain_operand, separate_nodes, weight_operand
 from shardwise.shard_tensor.reduction_plan import accumulation_dtype, reduction_plan, spec_group
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.tensor import ShardTensor, from_local, needs_grad, redistribute, to_local
+from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 
 aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -39,15 +39,16 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_
     spec = x._spec
     if _tail_sharded(spec, normalized_shape):
         return _normalized_tail(x, normalized_shape, plain_operand(weight, (spec,)), plain_operand(bias, (spec,)), eps, centered=True)
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x._local_tensor.device.type):
+    if separate_nodes(x._local_tensor):
         weight, bias = plain_operand(weight, (spec,)), plain_operand(bias, (spec,))
         return from_local(F.layer_norm(to_local(x), normalized_shape, weight, bias, eps), spec)
     weight, weight_use = weight_operand(weight, spec)
     bias, bias_use = weight_operand(bias, spec)
-    if not torch.is_grad_enabled() or not (needs_grad(x) or _records(weight) or _records(bias)):
-        return ShardTensor(F.layer_norm(x._local_tensor, normalized_shape, weight, bias, eps), spec)
-    with _NoTorchFunction():
-        return _LayerNorm.apply(x, weight, bias, tuple(normalized_shape), eps, (weight_use, bias_use))
+    if torch.is_grad_enabled():
+        with _NoTorchFunction():
+            if x.requires_grad or _records(weight) or _records(bias):
+                return _layer_norm(x, weight, bias, tuple(normalized_shape), eps, (weight_use, bias_use))
+    return ShardTensor(torch.layer_norm(x._local_tensor, normalized_shape, weight, bias, eps), spec)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -64,17 +65,21 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx, grad: ShardTensor):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         spec = x._spec
-        mask = ctx.needs_input_grad[:3]
+        if grad._spec is not spec:
+            grad = redistribute(grad, spec)
         if torch.is_grad_enabled():
-            own, local = to_local(x), to_local(redistribute(grad, spec))
+            own, local = to_local(x), to_local(grad)
             weight = again_operand(ctx.uses[0], weight)
         else:
-            own, local = x._local_tensor, redistribute(grad, spec)._local_tensor
-        grad_x, *grads = _layer_norm_backward(local, own, ctx.shape, mean, rstd, weight, bias, mask)
-        grads = [contributed(use, g) for use, g in zip(ctx.uses, grads, strict=True)]
-        return (from_local(grad_x, spec) if mask[0] else None), *grads, None, None, None
+            own, local = x._local_tensor, grad._local_tensor
+        grad_x, grad_weight, grad_bias = _layer_norm_backward(local, own, ctx.shape, mean, rstd, weight, bias, ctx.needs_input_grad[:3])
+        weight_use, bias_use = ctx.uses
+        if grad_x is not None:
+            grad_x = from_local(grad_x, spec)
+        return grad_x, contributed(weight_use, grad_weight), contributed(bias_use, grad_bias), None, None, None
 
 
+_layer_norm = one_node(_LayerNorm)
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
