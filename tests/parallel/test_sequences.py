@@ -21,7 +21,7 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "n
 
 
 def hold(cp: int) -> None:
-    """Lengths 1 to 130, causal, packed and padded in turn."""
+    """Lengths 1 to 130: a whole sequence with one whose last third is padding, then one of packed documents."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -29,17 +29,17 @@ def hold(cp: int) -> None:
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.load_state_dict(initial_state(build_meta(config), 3), strict=False)
     plain.tie_weights()
-    topology = connect(cases.layout(cp, f"cp={cp}", gbs=1))
+    topology = connect(cases.layout(cp, f"cp={cp}", gbs=2))
     model = parallelize_model(config, topology, seed=3, device=torch.device("cpu"))
     trainer = Trainer(model, StepOptimizer(model, lambda groups: make_adamw(Rules(mbs=1), groups), 0.0))
     for length in range(1, 131):
-        samples = cases.samples(length, gbs=1, length=length, packed=length % 3 == 1)
-        if length % 3 == 2:  # the last third is padding
-            samples.labels[:, -(length // 3) :] = IGNORED
-        with torch.no_grad():
-            expected = loss_of(plain, samples)
-        loss = trainer.evaluate(samples).loss
-        assert abs(loss - expected) <= 1e-5 * max(expected, 1e-3), f"length {length}: {loss} and {expected}"
+        padded = cases.samples(length, gbs=2, length=length)
+        padded.labels[1, length - length // 3 :] = IGNORED
+        for samples in (padded, cases.samples(-length, gbs=1, length=length, packed=True)):
+            with torch.no_grad():
+                expected = loss_of(plain, samples)
+            loss = trainer.evaluate(samples).loss
+            assert abs(loss - expected) <= 1e-5 * max(expected, 1e-3), f"length {length}: {loss} and {expected}"
 
 
 def loss_of(plain: torch.nn.Module, samples: Samples) -> float:
