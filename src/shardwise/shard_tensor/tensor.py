@@ -329,7 +329,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: ShardTensor):
-        return to_local(redistribute(grad, ctx.spec.gradient())), None
+        # each summand of a pending sum gets the whole gradient, and whatever it makes of it is a summand in turn
+        return to_local(redistribute(grad, ctx.spec.gradient()), ctx.spec), None
 
 
 class _Redistribute(torch.autograd.Function):
