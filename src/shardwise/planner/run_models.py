@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal, TypeVar
 
 from shardwise.planner.flops import model_flops
 from shardwise.spec.blocks import Attention, DeltaNet, Indexer, Layer, Mamba2, Mixer, Mla, Mlp, Moe
 from shardwise.spec.model import ModelSpec
 
 Row = Mapping[str, str]
+Value = TypeVar("Value")
 
 # Feed-forward blocks without a gate: GPT-2/3 and its descendants, squared-ReLU Nemotron models.
 PLAIN_MLP = re.compile(r"gpt-?3|gpt-\d|megatron-|mpt|bloom|^opt|turing|^nemotron|starcoder|mt-nlg", re.I)
 LAYER_NORM = re.compile(r"gpt(?!-oss)|megatron-|mpt|bloom|^opt|turing|starcoder", re.I)
 # Latent attention: (pattern, query rank, KV rank, nope, rope, value width).
-LATENT = (
-    (r"deepseek-?v3|deepseekv3|kimi|deepseek-?v2(?!-lite)", 1536, 512, 128, 64, 128),
-    (r"moonlight|v2-lite", None, 512, 128, 64, 128),
-    (r"glm-?5", 2048, 512, 192, 64, 256),
-    (r"glm-4.7-flash", 768, 512, 192, 64, 256),
-    (r"megatron-ci.*(mla|deepseek|gpt3_moe_mcore_te_tp2_pp2_ep4)", 512, 512, 128, 64, 128),
+LATENT: tuple[tuple[str, tuple[int | None, int, int, int, int]], ...] = (
+    (r"deepseek-?v3|deepseekv3|kimi|deepseek-?v2(?!-lite)", (1536, 512, 128, 64, 128)),
+    (r"moonlight|v2-lite", (None, 512, 128, 64, 128)),
+    (r"glm-?5", (2048, 512, 192, 64, 256)),
+    (r"glm-4.7-flash", (768, 512, 192, 64, 256)),
+    (r"megatron-ci.*(mla|deepseek|gpt3_moe_mcore_te_tp2_pp2_ep4)", (512, 512, 128, 64, 128)),
 )
 # Layer patterns of hybrids, one letter per layer: M state space, * attention, - MLP, E experts.
 PATTERNS = (
@@ -36,11 +38,11 @@ PATTERNS = (
 )
 # State-space heads, head width, state, groups.
 MAMBA = (
-    (r"nemotron-h-56b", 256, 64, 256),
-    (r"nemotron-3-nano-4b", 96, 80, 128),
-    (r"nano-30b|lightning|nano-omni-30b", 64, 64, 128),
-    (r"nemotron-3-super", 128, 64, 128),
-    (r"nemotron-3-ultra", 256, 64, 128),
+    (r"nemotron-h-56b", (256, 64, 256)),
+    (r"nemotron-3-nano-4b", (96, 80, 128)),
+    (r"nano-30b|lightning|nano-omni-30b", (64, 64, 128)),
+    (r"nemotron-3-super", (128, 64, 128)),
+    (r"nemotron-3-ultra", (256, 64, 128)),
 )
 LATENT_MOE = ((r"nemotron-3-super", 1024), (r"nemotron-3-ultra", 2048))
 MTP = ((r"deepseek-?v3|glm-?5", 1), (r"nemotron-3-super|lightning", 2))
@@ -55,8 +57,9 @@ class Inexpressible(Exception):
     """A row lacks what a prediction needs, or describes what cannot be expressed; the message says what."""
 
 
-def _find(table: tuple[tuple[object, ...], ...], name: str) -> tuple[object, ...] | None:
-    return next((entry for entry in table if re.search(str(entry[0]), name, re.I)), None)
+def _find(table: tuple[tuple[str, Value], ...], name: str) -> Value | None:
+    """Value of the first entry whose pattern is in the name."""
+    return next((value for pattern, value in table if re.search(pattern, name, re.I)), None)
 
 
 def number(row: Row, column: str) -> int | None:
@@ -97,15 +100,15 @@ def _moe_flags(text: str, layers: int) -> list[bool]:
 def _mixer(row: Row, name: str, hidden: int, heads: int) -> Mixer:
     latent = _find(LATENT, name)
     if latent or "--multi-latent-attention=True" in row.get("notes", ""):
-        _, q_lora, kv_lora, nope, rope, value = latent or ("", 512, 512, 128, 64, 128)
+        q_lora, kv_lora, nope, rope, value = latent or (512, 512, 128, 64, 128)
         indexer = (
             Indexer(heads=32, head_dim=128, top_k=2048, params=32 * 128 * 2048 + hidden * (128 + 32)) if "glm" in name.lower() else None
         )
-        return Mla(heads=heads, q_lora=q_lora, kv_lora=kv_lora, nope_dim=nope, rope_dim=rope, v_head_dim=value, indexer=indexer)  # type: ignore[arg-type]
+        return Mla(heads=heads, q_lora=q_lora, kv_lora=kv_lora, nope_dim=nope, rope_dim=rope, v_head_dim=value, indexer=indexer)
     head_dim = number(row, "head_dim") or hidden // heads
-    norm = "head" if re.search(r"qwen3|glm-4.5", name, re.I) else "none"
+    norm: Literal["none", "head"] = "head" if re.search(r"qwen3|glm-4.5", name, re.I) else "none"
     gated = bool(re.search(r"qwen3-next|qwen3\.[5-9]", name, re.I))
-    return Attention(heads=heads, kv_heads=number(row, "num_kv_heads") or heads, head_dim=head_dim, qk_norm=norm, gated=gated)  # type: ignore[arg-type]
+    return Attention(heads=heads, kv_heads=number(row, "num_kv_heads") or heads, head_dim=head_dim, qk_norm=norm, gated=gated)
 
 
 def _heads(row: Row, hidden: int) -> int:
@@ -130,7 +133,6 @@ def model_from_row(row: Row) -> ModelSpec:
     mixer = _mixer(row, name, hidden, heads)
     moe: Moe | None = None
     if experts:
-        latent = _find(LATENT_MOE, name)
         top_k = required(row, "top_k")
         expert = number(row, "moe_ffn_hidden") or width
         moe = Moe(
@@ -140,12 +142,12 @@ def model_from_row(row: Row) -> ModelSpec:
             gated=gated and "nemotron" not in name.lower(),
             bias="gpt-oss" in name.lower(),
             shared_ffn=number(row, "shared_expert_ffn") or 0,
-            latent=int(latent[1]) if latent else None,  # type: ignore[call-overload]
+            latent=_find(LATENT_MOE, name),
         )
     spec = ModelSpec(
         name=name,
         hidden=hidden,
-        vocab=number(row, "vocab") or int((_find(VOCABS, name) or ("", DEFAULT_VOCAB))[1]),  # type: ignore[call-overload]
+        vocab=number(row, "vocab") or _find(VOCABS, name) or DEFAULT_VOCAB,
         layers=_layers(row, name, kind, layers, mixer, mlp, moe),
         tied=(row.get("tie_embeddings") or "").strip().lower() == "yes",
         norm_bias=bool(LAYER_NORM.search(name)),
@@ -161,16 +163,14 @@ def model_from_row(row: Row) -> ModelSpec:
 def _layers(row: Row, name: str, kind: str, count: int, mixer: Mixer, mlp: Mlp, moe: Moe | None) -> tuple[Layer, ...]:
     pattern = _find(PATTERNS, name)
     if pattern:
-        mamba = _find(MAMBA, name)
-        heads, head_dim, state = (int(value) for value in mamba[1:]) if mamba else (64, 64, 128)  # type: ignore[call-overload]
+        heads, head_dim, state = _find(MAMBA, name) or (64, 64, 128)
         blocks = {
             "M": Layer(mixer=Mamba2(heads=heads, head_dim=head_dim, state=state, groups=8, conv=4), mlp=None, norms=1),
             "*": Layer(mixer=mixer, mlp=None, norms=1),
             "-": Layer(mixer=None, mlp=mlp, norms=1),
             "E": Layer(mixer=None, mlp=moe or mlp, norms=1),
         }
-        letters = str(pattern[1])
-        return tuple(blocks[letter] for letter in (letters * (count // len(letters) + 1))[:count])
+        return tuple(blocks[letter] for letter in (pattern * (count // len(pattern) + 1))[:count])
     if kind in ("hybrid", "hybrid-moe") and re.search(r"qwen3", name, re.I):
         delta = DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv=4)
         return tuple(Layer(mixer=mixer if index % 4 == 3 else delta, mlp=moe or mlp) for index in range(count))
@@ -191,10 +191,9 @@ def _mtp_depth(row: Row, name: str, spec: ModelSpec) -> int:
     noted = re.search(r"--mtp-num-layers=(\d+)", notes)
     if noted:
         return int(noted.group(1))
-    family = _find(MTP, name)
-    if not family or "--pipeline-model-parallel-layout" in notes:
+    depth = _find(MTP, name)
+    if not depth or "--pipeline-model-parallel-layout" in notes:
         return 0
-    depth = int(family[1])  # type: ignore[call-overload]
     try:
         printed = float(row["tflops_per_gpu"]) * 1e12 / float(row["tokens_per_s_per_gpu"])
         seq = required(row, "seq_len")
