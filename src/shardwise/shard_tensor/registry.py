@@ -102,7 +102,7 @@ def shard_rule(*ops) -> Callable:
 
     def register(rule: Callable) -> Callable:
         for op in ops:
-            rules[op] = _for_views(rule) if isinstance(op, torch._ops.OpOverload) and op.is_view else rule
+            rules[op] = rule
         return rule
 
     return register
@@ -121,11 +121,8 @@ def _function_name(func: Callable) -> str:
 def find_rule(op) -> Callable:
     """The rule of an operator overload: its own, its family's, its decomposition, or the fallback. Remembered for the next call."""
     found = next((rule for matches, rule in rule_families if matches(op)), None)
-    if isinstance(op, torch._ops.OpOverload):
-        if found is None and _has_kernel(op.name(), "CompositeImplicitAutograd"):
-            found = _decompose
-        if found is not None and op.is_view:
-            found = _for_views(found)
+    if found is None and isinstance(op, torch._ops.OpOverload) and _has_kernel(op.name(), "CompositeImplicitAutograd"):
+        found = _decompose
     if found is not None:
         rules[op] = found
         return found
@@ -142,20 +139,14 @@ def _decompose(op, args: tuple, kwargs: dict):
     return op.decompose(*args, **kwargs)
 
 
-def _for_views(rule: Callable) -> Callable:
+def view_in_inference_mode(rule: Callable, op, args: tuple, kwargs: dict):
     """`rule` of an op that returns a view: in inference mode too, the view of an ordinary tensor must be an ordinary one."""
-
-    def view(op, args: tuple, kwargs: dict):
-        if torch.is_inference_mode_enabled():
-            with _NoTorchFunction():
-                ordinary = not args[0].is_inference()
-            if ordinary:
-                with torch.inference_mode(False), torch.no_grad():
-                    return rule(op, args, kwargs)
+    with _NoTorchFunction():
+        ordinary = not args[0].is_inference()
+    if not ordinary:
         return rule(op, args, kwargs)
-
-    view.__doc__ = rule.__doc__
-    return view
+    with torch.inference_mode(False), torch.no_grad():
+        return rule(op, args, kwargs)
 
 
 _NAMED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, FunctionType)

@@ -28,6 +28,7 @@ from shardwise.shard_tensor.spec import ShardTensorSpec, normalize_placements
 
 _make_wrapper = Tensor._make_wrapper_subclass
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+_in_inference_mode = torch.is_inference_mode_enabled
 
 
 class TensorPromotionMode(Enum):
@@ -68,6 +69,8 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         rule = rules.get(func) or registry.find_rule(func)
+        if _in_inference_mode() and getattr(func, "is_view", False):
+            return registry.view_in_inference_mode(rule, func, args, kwargs or {})
         return rule(func, args, kwargs or {})
 
     @staticmethod
