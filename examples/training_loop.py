@@ -1,6 +1,7 @@
-"""Train a plain ViT or ConvNet in 2-D or 3-D over a mesh of data and domain axes; only the script knows of the split.
+"""Train a plain ViT, ConvNet or neighbourhood-attention net in 2-D or 3-D over data and domain axes; only the script knows of the split.
 
 python examples/training_loop.py --model vit --ranks 1 2 4
+python examples/training_loop.py --model neighbourhood --dims 3 --size 16
 torchrun --nproc-per-node 4 examples/training_loop.py --ddp 2 --domain 2 --fsdp --compile --amp
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardwise import DistributedManager, clip_grad_norm_, parallelize, param_groups, scatter_tensor
+from shardwise.functional import neighborhood_attention
 from shardwise.parallel.losses import global_sum
 from shardwise.testing import count_communication, measure_saved_bytes
 
@@ -50,6 +52,36 @@ class ViT(nn.Module):
         return self.head(x.mean(1))
 
 
+class NeighbourBlock(nn.Module):
+    """Each position attends to the `window` nearest ones along each dim; no rank holds other keys than its own and those at its borders."""
+
+    def __init__(self, width: int, heads: int = 4, window: int = 3) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(neighborhood_attention(q, k, v, self.window).flatten(-2))
+        return x + self.mlp(self.after(x))
+
+
+class NeighbourNet(nn.Module):
+    def __init__(self, dims: int, width: int = 32, depth: int = 2, patch: int = 4) -> None:
+        super().__init__()
+        self.patches = (nn.Conv2d, nn.Conv3d)[dims - 2](3, width, patch, patch)
+        self.blocks = nn.ModuleList(NeighbourBlock(width) for _ in range(depth))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).movedim(1, -1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.flatten(1, -2).mean(1))
+
+
 class ConvNet(nn.Module):
     def __init__(self, dims: int, width: int = 16, depth: int = 2) -> None:
         super().__init__()
@@ -69,7 +101,7 @@ class ConvNet(nn.Module):
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["vit", "convnet"], default="vit")
+    parser.add_argument("--model", choices=["vit", "convnet", "neighbourhood"], default="vit")
     parser.add_argument("--dims", type=int, choices=[2, 3], default=2)
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4, help="of one step, over all replicas")
@@ -88,8 +120,12 @@ def run(args: argparse.Namespace) -> dict:
     ddp = min(args.ddp, manager.world_size)
     mesh = manager.initialize_mesh((ddp, args.domain), ["ddp", "domain"])
     torch.manual_seed(0)
-    model = ViT(args.dims, args.size) if args.model == "vit" else ConvNet(args.dims)
-    model = model.to(manager.device)
+    build = {
+        "vit": lambda: ViT(args.dims, args.size),
+        "convnet": lambda: ConvNet(args.dims),
+        "neighbourhood": lambda: NeighbourNet(args.dims),
+    }
+    model = build[args.model]().to(manager.device)
     if args.compile:
         for block in model.blocks:
             block.compile(dynamic=False)

@@ -12,12 +12,13 @@ from shardwise import DistributedManager
 from shardwise.testing import ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EXACT = {"vector_add": 0.0, "dot_product": 1e-12, "convolution": 1e-12, "vae_decode": 1e-10}
+EXACT = {"vector_add": 0.0, "dot_product": 1e-12, "convolution": 1e-12, "vae_decode": 1e-10, "video_decode": 1e-10, "ring_attention": 1e-5}
 TRAINING = [
     ["--model", "vit", "--amp"],
     ["--model", "vit", "--ddp", "2", "--fsdp"],
     ["--model", "convnet", "--dims", "3", "--size", "12", "--batch", "2"],
     ["--model", "convnet", "--inference"],
+    ["--model", "neighbourhood", "--dims", "3", "--size", "16", "--batch", "2", "--steps", "2"],
 ]
 
 
@@ -102,7 +103,15 @@ def test_elevation_scripts_differ_in_few_lines_and_agree(tmp_path):
     assert len([line for line in split if line not in one]) <= 10
     alone = subprocess.run([sys.executable, str(EXAMPLES / "elevation" / "single.py")], capture_output=True, text=True, timeout=240)
     assert alone.returncode == 0, alone.stderr
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", f"--log-dir={tmp_path}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--redirects=1",
+        f"--log-dir={tmp_path}",
+    ]
     result = subprocess.run([*launcher, str(EXAMPLES / "elevation" / "split.py")], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     losses = [float(line) for line in alone.stdout.split()]

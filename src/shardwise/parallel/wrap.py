@@ -172,10 +172,16 @@ def _shard(model: nn.Module, mesh: DeviceMesh, spatial_params, mp_policy, offloa
 
 
 def _gather_ordinary_weights(module: FSDPModule, _) -> None:
-    """Memory that FSDP2 allocates in inference mode could neither be used in training later nor, with one rank, at all."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            module.unshard()
+    """Memory that FSDP2 allocates in inference mode could neither be used in training later nor, with one rank, at all.
+
+    The hook of a compiled block is part of its graph, where the mode cannot be left: the module around it gathers for it.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for part in module.modules():
+            if part is module or (isinstance(part, FSDPModule) and part._compiled_call_impl is not None):
+                part.unshard()
 
 
 def _copies_by_shards(mesh: DeviceMesh) -> DeviceMesh:
