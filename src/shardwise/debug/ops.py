@@ -47,7 +47,7 @@ def supported_ops() -> tuple[SupportedOp, ...]:
     for func, handler in registry.functions.items():
         found[op_name(func), "function"] = getattr(handler, "handler", handler)
     for op, rule in registry.rules.items():
-        if isinstance(op, torch._ops.OpOverload):
+        if isinstance(op, torch._ops.OpOverload) and op not in registry.found_rules:
             found[op_name(op), "dispatch"] = rule
     for name, handler in registry.named_functions.items():
         found[name, "function"] = getattr(handler, "handler", handler)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 functions: dict[Callable, Callable] = {}
 named_functions: dict[str, Callable] = {}
 rules: dict[object, Callable] = {}
+found_rules: set[object] = set()  # the keys of `rules` that a family or a decomposition serves
 rule_families: list[tuple[Callable[[object], bool], Callable]] = []
 
 # Functions that act on the tensor objects they are given: plain tensors among their arguments stay as they are.
@@ -108,12 +109,6 @@ def shard_rule(*ops) -> Callable:
     return register
 
 
-def registered_ops() -> tuple[str, ...]:
-    """Names of everything with a handler or a rule of its own, sorted."""
-    names = {_function_name(func) for func in functions} | {str(op) for op in rules if isinstance(op, torch._ops.OpOverload)}
-    return tuple(sorted(names))
-
-
 def _function_name(func: Callable) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
@@ -124,6 +119,7 @@ def find_rule(op) -> Callable:
     if found is None and isinstance(op, torch._ops.OpOverload) and _has_kernel(op.name(), "CompositeImplicitAutograd"):
         found = _decompose
     if found is not None:
+        found_rules.add(op)
         rules[op] = found
         return found
     from shardwise.shard_tensor.fallback import fallback_rule
