@@ -17,8 +17,8 @@ from shardwise.testing import count_communication
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--frames", type=int, default=4)
-    parser.add_argument("--size", type=int, default=9, help="rows of the latent; the frames have twice as many")
+    parser.add_argument("--frames", type=int, default=3)
+    parser.add_argument("--size", type=int, default=5, help="rows of the latent; the frames have twice as many")
     parser.add_argument("--width", type=int, default=16)
     return parser
 
