@@ -37,6 +37,10 @@ def test_smoke_command_of_the_source_document():
     done = subprocess.run(launch(*words, ranks=4), capture_output=True, text=True, env=ENV, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "TP=2 PP=2 CP=1 EP=1 ETP=1 DP=1 (4 ranks)" in done.stdout
+    predicted = re.search(
+        r"step time \(seconds\): ([\d.]+) predicted, ([\d.]+) measured .* ([\d.]+) predicted, ([\d.]+) measured", done.stdout
+    )
+    assert predicted and all(float(each) > 0 for each in predicted.groups())
     found = re.findall(r"iteration +(\d+)/ +3 .*\| lm loss: (\d\.\d{6}E[+-]\d\d) \|", done.stdout)
     assert [int(step) for step, _ in found] == [1, 2, 3] and 9.5 < float(found[-1][1]) < 10.6
 
@@ -54,7 +58,7 @@ def test_a_resumed_run_under_another_layout_continues_with_equal_losses(tmp_path
 
     whole = run("whole", ranks=1)
     first = run("first", "train.exit_interval=2", f"checkpoint.save={tmp_path / 'saved'}", ranks=1)
-    rest = run("rest", f"checkpoint.load={tmp_path / 'saved'}", "model.tensor_model_parallel_size=2", ranks=2)
+    rest = run("rest", "--resume", f"checkpoint.save={tmp_path / 'saved'}", "model.tensor_model_parallel_size=2", ranks=2)
     assert sorted(first) == [1, 2] and sorted(rest) == [3, 4]
     assert {**first, **rest} == pytest.approx(whole, rel=1e-5)
 
@@ -84,6 +88,27 @@ def test_a_killed_rank_ends_the_run(tmp_path):
     assert process.returncode != 0 and re.search(r"rank +: \d", errors) and "SIGKILL" in errors
 
 
+def test_a_restarted_run_continues_from_its_last_checkpoint_with_equal_losses(tmp_path):
+    common = ["--recipe", TINY, *QUICK, "train.train_iters=10", "validation.eval_iters=0"]
+    saving = ["--resume", f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=1"]
+    command = launch(*common, *saving, f"logger.jsonl={tmp_path / 'log'}", ranks=2)
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV)
+    until = time.monotonic() + 400
+    while not (tmp_path / "saved" / "iter_0000003" / "run.json").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(_children(process.pid)[0], signal.SIGKILL)
+    try:
+        said, _ = process.communicate(timeout=600)
+    finally:
+        process.terminate()
+    assert process.returncode == 0 and "resumed from" in said, said[-3000:]
+    command = launch(*common, f"logger.jsonl={tmp_path / 'whole'}", ranks=1)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "log") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -94,6 +119,12 @@ def test_a_wrong_layout_is_refused_before_anything_starts():
         [sys.executable, "-m", "shardwise", "train", *words], capture_output=True, text=True, env=ENV, timeout=60, check=False
     )
     assert done.returncode == 1 and "W1" in done.stderr and "T1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_resume_needs_a_folder():
+    command = [sys.executable, "-m", "shardwise", "train", "--recipe", TINY, "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60, check=False)
+    assert done.returncode == 2 and "--resume checkpoint.save=FOLDER" in done.stderr
 
 
 def test_verify_reports_equality(tmp_path):

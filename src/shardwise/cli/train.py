@@ -28,6 +28,7 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option("--nproc", help="ranks to start here [default: smallest world of the layout]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint in checkpoint.save, if there is one")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="judge the configuration and print it, start nothing")] = False,
     as_json: opt.Json = False,
 ) -> int:
@@ -41,6 +42,14 @@ def train(
     from shardwise.train.plan import layout_of, plan
 
     config = apply(named(recipe), overrides or [])
+    if resume:
+        folders = config.checkpoint
+        if folders.save is None or folders.load not in (None, folders.save):
+            given = f"--resume, checkpoint.save={folders.save}, checkpoint.load={folders.load}"
+            raise InputError(
+                given=given, why="it continues from checkpoint.save and no other folder", try_="--resume checkpoint.save=FOLDER"
+            )
+        folders.load = folders.save
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched:
         if nproc is not None:
@@ -64,7 +73,8 @@ def train(
 
         return run(chosen)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "shardwise.train"]
-    return subprocess.call([*command, "--recipe", recipe, *(overrides or [])], env={"OMP_NUM_THREADS": "1", **os.environ})
+    options = ["--recipe", recipe, *(["--resume"] if resume else [])]
+    return subprocess.call([*command, *options, *(overrides or [])], env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
 def _fits_here(chosen: RunPlan, world: int) -> None:

@@ -173,7 +173,7 @@ def _prepare_moments(optimizer: StepOptimizer, step: int) -> None:
     names = ("exp_avg", "exp_avg_sq") if isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)) else ()
     for each in optimizer.updated:
         state = {name: torch.zeros_like(each.value) for name in names}
-        inner.state[each.value] = {**({"step": torch.tensor(float(step))} if names else {}), **state}
+        inner.state[each.value] = {**({"step": torch.tensor(float(step), device=each.value.device)} if names else {}), **state}
 
 
 def _fill_second_copies(model: ParallelModel, optimizer: StepOptimizer | None) -> None:

@@ -49,7 +49,7 @@ def make_optimizer(config: RunConfig, groups: list[dict[str, Any]]) -> torch.opt
         group["weight_decay"] = o.weight_decay if group.pop("decayed") else 0.0
     if o.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=o.lr)
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
 
 
 class Run:
