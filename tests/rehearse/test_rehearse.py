@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +135,28 @@ def test_activations_are_those_the_planner_counts():
         (each,) = compared(planned(f"{name}_pretrain_config", 2, *words))
         term = next(term for term in each.terms if term.name == "activations")
         assert each.rank.peaks["forward"].categories["activations"] == pytest.approx(term.predicted, rel=0.03), name
+
+
+def test_memory_is_that_of_measured_runs():
+    """Runs of the table whose framework stores and keeps what this runtime does (docs/rehearsal.md says which and why): dropless or evenly
+    routed bf16, float32 gradients, sharded optimizer, no recompute; peak allocated memory over all ranks, measured by its authors."""
+    with (Path(__file__).parents[2] / "benchmarks/data/published_runs.csv").open() as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    for name in ("simumax-005", "simumax-006"):
+        row = rows[name]
+        chosen = planned(
+            "deepseek_v2_pretrain_config",
+            int(row["gpus"]),
+            f"model.num_layers={row['num_layers']}",
+            f"model.vocab_size={row['vocab']}",
+            f"model.seq_length={row['seq_len']}",
+            f"model.expert_model_parallel_size={row['ep']}",
+            f"model.pipeline_model_parallel_size={row['pp']}",
+            f"train.micro_batch_size={row['mbs']}",
+            f"train.global_batch_size={row['gbs']}",
+        )
+        peak = max(step.rehearse_rank(chosen, rank).peak.total for rank in step.distinct_ranks(chosen.layout))
+        assert peak / 2**30 == pytest.approx(float(row["peak_mem_gib"]), rel=0.05), name
 
 
 def test_plans_are_rehearsed(capsys, tmp_path):

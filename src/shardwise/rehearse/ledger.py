@@ -149,6 +149,8 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
             func(*args)
             return args[0]  # as it does on real tensors; its fake makes a copy
+        if func is _aten._fused_adamw_.default and isinstance(args[0][0], FakeTensor):
+            return None  # in place, and without a fake of its own
         if func is _aten.bincount.default:
             bins = args[2] if len(args) > 2 else kwargs["minlength"]
             out, value = args[0].new_empty(bins), spread(args[0], bins)

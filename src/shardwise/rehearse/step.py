@@ -229,9 +229,9 @@ def _placeholders(
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Updates over lists of tensors, as torch does on a GPU unless told otherwise."""
+    """Updates in one kernel (AdamW) or over lists of tensors, as on a GPU."""
     for group in optimizer.param_groups:
-        group["foreach"] = True
+        group["fused" if isinstance(optimizer, torch.optim.AdamW) else "foreach"] = True
     return optimizer
 
 
