@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -93,9 +93,14 @@ class Run:
 
     def train(self) -> None:
         """Steps until `train_iters`, an exit condition or SIGTERM; then a last checkpoint where `checkpoint.save` is given."""
+        config = self.config
+        log = Log(config.logger, active=self.rank == self.world - 1, settings=asdict(config), steps=config.train.train_iters)
+        with closing(log):
+            self._train(log)
+
+    def _train(self, log: Log) -> None:
         config, layout = self.config, self.plan.layout
         each = layout.gbs // layout.dp
-        log = Log(config.logger, active=self.rank == self.world - 1, settings=asdict(config), steps=config.train.train_iters)
         begun = last = time.perf_counter()
         saved = self.step
         losses: list[float] = []
@@ -127,7 +132,6 @@ class Run:
             log.validation(self.step, self.evaluate())
         if config.checkpoint.save and saved != self.step:
             self.save()
-        log.close()
 
     def _hold_beside(self, log: Log, seconds: float) -> None:
         """The planner's prediction beside this step. Communication: one all-reduce."""
