@@ -151,3 +151,19 @@ def test_all_ranks_refuse_alike(world):
         F.cross_entropy(x, torch.zeros(6, dtype=torch.int64), reduction="average")
     with pytest.raises(ValueError, match="reduction"):
         F.mse_loss(x, x, reduction="average")
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "classes"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@ranks(3)
+def test_a_target_that_is_no_class_is_refused_on_every_rank(world, loss, dim):
+    x = shard(world.randn(7, 5), world.mesh, dim=dim, sizes=(4, 2, 1) if dim == 0 else (2, 2, 1)).requires_grad_()
+    for bad in (5, -1):
+        target = torch.tensor([0, 1, bad, 3, 4, -100, 0])
+        for reduction in ("mean", "sum", "none"):
+            with pytest.raises(IndexError, match="1 targets for 5 classes are out of bounds"):
+                loss(x, target, reduction=reduction)
+        split = shard(target, world.mesh, dim=0, sizes=(4, 2, 1)) if dim == 0 else shard(target, world.mesh, placements=(Replicate(),))
+        with pytest.raises(IndexError, match="1 targets for 5 classes" if dim == 0 else "targets for 5 classes"):
+            loss(x, split)
+    loss(x, shard(target.clamp(min=0), world.mesh, dim=0, sizes=(4, 2, 1))).backward()

@@ -380,3 +380,22 @@ def test_in_place_forms_without_torchs_pointwise_tag_stay_local(world):
             write(x.clone(), inplace=True)
         for name in ("abs_", "ge_", "copysign_", "true_divide_", "not_equal_"):
             getattr(x.clone(), name)(*() if name == "abs_" else (0.5,))
+
+
+@ranks(2)
+def test_an_index_out_of_range_of_a_split_table_is_refused(world):
+    table = shard(world.randn(5, 2), world.mesh, dim=0, sizes=(3, 2))
+    for bad in (5, -1):
+        with pytest.raises(IndexError, match="rows 0 to 4"):
+            F.embedding(torch.tensor([0, bad]), table)
+
+
+@ranks(2)
+def test_arguments_by_name(world):
+    whole = world.randn(4, 3)
+    x = shard(whole, world.mesh, dim=0, sizes=(3, 1))
+    for call in (
+        lambda t: t.flip(dims=(0, 1)), lambda t: torch.flip(t, dims=[0]), lambda t: t.repeat(repeats=(2, 1)), lambda t: torch.tile(t, dims=(2,)),
+        lambda t: t.mm(mat2=t.T), lambda t: torch.bmm(t[None], mat2=t.T[None]), lambda t: t.mv(vec=t[0]),
+    ):  # fmt: skip
+        torch.testing.assert_close(call(x).full_tensor(), call(whole))

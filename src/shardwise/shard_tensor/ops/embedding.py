@@ -30,6 +30,8 @@ def embedding(
     """Split indices and a whole table: local. A table split by features: local. A table split by rows: a pending sum.
 
     Communication: none forward. Backward: the gradient of a whole table is summed.
+    Errors: IndexError for an index out of range on the ranks that hold it: all for plain indices, one for split ones. CUDA: a device
+    assertion, as in plain torch.
     """
     if max_norm is not None or scale_grad_by_freq or sparse:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq" if scale_grad_by_freq else "sparse"
@@ -66,6 +68,7 @@ def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) ->
     grads = tuple(Partial() if i in ispec.sharded_mesh_dims else p for i, p in enumerate(spec.placements))
     table = to_local(weight, ShardTensorSpec(spec.mesh, grads, spec.shape, spec.sizes, spec.dtype))
     start, stop = spec.box()[0]
+    _check_range(indices, spec.shape[0])
     inside = (indices >= start) & (indices < stop)
     if padding_idx is not None:
         padding_idx = padding_idx % spec.shape[0]
@@ -83,6 +86,15 @@ def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) ->
     sizes = (*ispec.sizes, spec.sizes[1])
     out = ShardTensorSpec(spec.mesh, tuple(placements), (*ispec.shape, spec.shape[1]), sizes, local.dtype)
     return from_local(local, out)
+
+
+def _check_range(indices: Tensor, rows: int) -> None:
+    """Refuse an index that no rank has a row for: it would read as zeros. Elsewhere than on the CPU without waiting for the device."""
+    inside = ((indices >= 0) & (indices < rows)).all()
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(f"an index of embedding is out of range: the table has rows 0 to {rows - 1}")
 
 
 @shard_rule(aten.embedding_dense_backward.default)

@@ -119,12 +119,14 @@ def element_loss(op, args, kwargs):
 def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
     """Class indices or probabilities, classes on dim 1 (dim 0 of a vector), sharded or not.
 
-    Communication: unsharded classes: none for `none` and `sum`, one all-reduce of two numbers for `mean`. Sharded classes
+    Communication: unsharded classes: none for `none` and `sum`, one all-reduce of three numbers for `mean`. Sharded classes
     (vocabulary-parallel): also one all-reduce for the maxima and one for the sums, of one number for each row and term.
+    Errors: IndexError for a target that is no class, on all ranks, where all know of it: for a plain target and for `mean`.
+    `none` and `sum` of a sharded target raise on the rank that holds it. CUDA: a device assertion on that rank, as in plain torch.
     """
     if not isinstance(input, ShardTensor):
         return NotImplemented
-    rows = _Rows(input, target, weight, _reduction(reduction, size_average, reduce))
+    rows = _Rows(input, target, weight, _reduction(reduction, size_average, reduce), ignore_index)
     if rows.probabilities:
         losses = _probability_losses(rows, label_smoothing)
         return rows.reduce(losses, None)
@@ -142,7 +144,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     """As `cross_entropy` of log-probabilities. Communication: as there, without the maxima."""
     if not isinstance(input, ShardTensor):
         return NotImplemented
-    rows = _Rows(input, target, weight, _reduction(reduction, size_average, reduce))
+    rows = _Rows(input, target, weight, _reduction(reduction, size_average, reduce), ignore_index)
     if rows.split:
         chosen = comm.sum_forward(_chosen(rows, rows.local), rows.class_group)
         losses = _index_losses(rows, None, chosen, None, ignore_index, 0.0)
@@ -180,7 +182,7 @@ def _reduction(reduction: str, size_average, reduce) -> str:
 class _Rows:
     """This rank's rows of scores, their targets and class weights, all plain, and how losses of rows are reduced."""
 
-    def __init__(self, input: ShardTensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
+    def __init__(self, input: ShardTensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int) -> None:
         x = redistribute(input, input._spec.gradient())
         self.spec = x._spec
         self.reduction = reduction
@@ -197,7 +199,15 @@ class _Rows:
                 f"give class indices of shape {tuple(self.rows.shape)} (of the whole tensor, or a ShardTensor)"
             )
         self.local = to_local(x)
+        self.no_class = 0  # targets of this rank that are no class, counted where the others hear of them
+        if not self.probabilities and not isinstance(target, ShardTensor):
+            self._refuse(self._count_no_class(target, ignore_index))
         self.target = _part(target, wanted, self.spec)
+        if not self.probabilities and isinstance(target, ShardTensor):
+            self.no_class = self._count_no_class(self.target, ignore_index)
+            if self.no_class and reduction == "mean":
+                self.target = torch.full_like(self.target, ignore_index)
+            self._refuse(self.no_class if reduction != "mean" else 0)
         self.weight = plain_operand(weight, (self.spec,))
         self.class_group = self.plan.group if self.split else None
 
@@ -212,19 +222,38 @@ class _Rows:
             if ignore_index is None:
                 total = total / self.rows.numel
             else:
-                both = torch.stack((total, self._weight_of_targets(ignore_index, total.dtype)))
+                both = torch.stack((total, self._weight_of_targets(ignore_index, total.dtype), total.new_full((), self.no_class)))
                 both = comm.sum_forward(both, plan.group) if plan.axes else both
+                if _is_checked(both):
+                    self._refuse(int(both[2]))
                 return from_local((both[0] / both[1]).to(self.local.dtype), plan.out)
         if half:
             total = comm.sum_forward(total, plan.group) if plan.axes else total
             return from_local(total.to(self.local.dtype), plan.out)
         return from_local(total, plan.pending)
 
+    def _count_no_class(self, target: Tensor, ignore_index: int) -> int:
+        if not _is_checked(target):
+            return 0
+        return int(((target < 0) | (target >= self.classes)).logical_and_(target != ignore_index).sum())
+
+    def _refuse(self, count: int) -> None:
+        if count:
+            raise IndexError(
+                f"{count} targets for {self.classes} classes are out of bounds: give class indices from 0 to {self.classes - 1}, "
+                "or ignore_index for positions that do not count"
+            )
+
     def _weight_of_targets(self, ignore_index: int, dtype: torch.dtype) -> Tensor:
         valid = self.target != ignore_index
         if self.weight is None:
             return valid.sum().to(dtype)
         return torch.where(valid, self.weight[torch.where(valid, self.target, 0)], 0).sum(dtype=dtype)
+
+
+def _is_checked(x: Tensor) -> bool:
+    """Whether values are looked at: on the CPU; elsewhere that would wait for the device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _part(value: Tensor, wanted: ShardTensorSpec, spec: ShardTensorSpec) -> Tensor:

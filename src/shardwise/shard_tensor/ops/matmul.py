@@ -130,8 +130,9 @@ def _check_inner(a: Tensor, b: Tensor) -> None:
 
 
 @shard_function(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv)
-def matmul(input: Tensor, other: Tensor) -> Tensor:
-    return _product(input, other, torch.matmul)
+def matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, vec: Tensor | None = None) -> Tensor:
+    """`mat2` and `vec` are what `mm`, `bmm` and `mv` call `other`."""
+    return _product(input, next(t for t in (other, mat2, vec) if t is not None), torch.matmul)
 
 
 @shard_function(Tensor.__rmatmul__)

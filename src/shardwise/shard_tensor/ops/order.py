@@ -6,6 +6,8 @@ global, since each rank then sees every row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -166,10 +168,17 @@ nanquantile = shard_function(torch.nanquantile, Tensor.nanquantile)(torch_names(
 # ---------------------------------------------------------------------- flip and roll
 
 
+def _numbers(each: tuple, named: Sequence[int] | int | None) -> tuple:
+    """Numbers given one by one, as a sequence, or by name."""
+    if named is not None:
+        return (named,) if isinstance(named, int) else tuple(named)
+    return tuple(each[0]) if len(each) == 1 and not isinstance(each[0], int) else each
+
+
 @shard_function(torch.flip, Tensor.flip)
-def flip(input: Tensor, *dims):
+def flip(input: Tensor, *each, dims=None):
     """Communication: for each sharded dim, one exchange of the rows that change ranks; none if the rank's own rows stay its own."""
-    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    dims = _numbers(each, dims)
     if not isinstance(input, ShardTensor) or not all(is_dim(d) for d in dims):
         return NotImplemented
     x = redistribute(input, input._spec.gradient())
@@ -253,9 +262,9 @@ def _rolled(start: int, stop: int, total: int):
 
 
 @shard_function(Tensor.repeat)
-def repeat(input: Tensor, *sizes):
+def repeat(input: Tensor, *each, repeats=None):
     """Communication: for each sharded dim that repeats, one exchange: the result is split as `torch.chunk` does."""
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    sizes = _numbers(each, repeats)
     if not isinstance(input, ShardTensor) or not all(isinstance(n, int) for n in sizes):
         return NotImplemented
     if len(sizes) < input.ndim or min(sizes, default=1) < 0:
@@ -278,9 +287,9 @@ def repeat(input: Tensor, *sizes):
 
 
 @shard_function(torch.tile, Tensor.tile)
-def tile(input: Tensor, *dims):
+def tile(input: Tensor, *each, dims=None):
     """Communication: as `repeat`."""
-    dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    dims = _numbers(each, dims)
     return repeat(input, *(1,) * (input.ndim - len(dims)), *dims)
 
 
