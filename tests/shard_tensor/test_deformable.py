@@ -15,7 +15,7 @@ from shardwise.testing import assert_same_as_unsharded, ranks, shard
 
 def deformed(x, offset, weight):
     """A 3 x 3 convolution, padding 1, whose nine taps are moved by `offset` [batch, 18, rows, columns] (row, column for each tap)."""
-    batch, _, rows, columns = x.shape
+    rows, columns = x.shape[2:]
     out = 0
     y, z = torch.arange(rows, dtype=x.dtype).view(-1, 1), torch.arange(columns, dtype=x.dtype)
     for tap in range(9):

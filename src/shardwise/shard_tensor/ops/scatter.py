@@ -1,7 +1,7 @@
 """Placing rows and elements by index: scatter, index_add, index_put and their kin, and writing `x[...] = value`. Indices are global.
 
-Along a whole dim each rank places into its own rows. Along a sharded one the split moves to another dim and back; where there is no other,
-sums are made on every rank and reduced to the owners.
+Along a whole dim each rank places into its own rows. Along a sharded one rows that are added go to the owners of the rows they are added to
+(message passing); else the split moves to another dim and back; where there is no other, sums are made on every rank and reduced.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+from shardwise.collectives import functional as comm
 from shardwise.shard_tensor.adopt import become_sharded, part_of, plain_values, replicated_spec, sharded, whole_value
 from shardwise.shard_tensor.arguments import normal_dim, torch_names
 from shardwise.shard_tensor.fallback import complete_in_place, fallback_rule
+from shardwise.shard_tensor.halo import dim_group
 from shardwise.shard_tensor.ops.indexing import MASKS, has_tensor_index, index_places, own_places, result_dims, split_key
 from shardwise.shard_tensor.registry import shard_function, shard_function_table, shard_rule
+from shardwise.shard_tensor.rows import row_route
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
 from shardwise.shard_tensor.transposed import laid_as, whole_spec
@@ -37,6 +40,8 @@ def _along(x: Tensor, dim: int, others: Sequence[Tensor], place: Callable, adds:
     every = [t for t in (x, *others) if isinstance(t, ShardTensor)]
     x, others = sharded(x, every), [sharded(t, every) for t in others]
     full = [t for t in (x, *others) if t.ndim == x.ndim]
+    if adds is not None and len(others) == 2 and others[0].ndim == 1 and _alike(x, others[1], dim) and not torch.compiler.is_compiling():
+        return _to_owners(x, dim, *others, adds)
     largest = max(full, key=lambda t: (bool(t._spec.sharded_dims), t._spec.numel))
     base = whole_spec(largest._spec, [dim])
     source = max((t for t in others if t.ndim == x.ndim), key=lambda t: t._spec.numel, default=None)
@@ -54,6 +59,30 @@ def _along(x: Tensor, dim: int, others: Sequence[Tensor], place: Callable, adds:
     local = place(*parts)
     result = from_local(local, ShardTensorSpec(base.mesh, base.placements, tuple(shape), base.sizes, local.dtype))
     return laid_as(result, x._spec) if x._spec.sharded_dims else result
+
+
+def _alike(x: ShardTensor, source: ShardTensor, dim: int) -> bool:
+    """Whether both are split along `dim`, over the same axes, and lie alike in all other dims."""
+    a, b = x._spec, source._spec
+    return a.sizes[dim] is not None and a.placements == b.placements and all(a.sizes[d] == b.sizes[d] for d in range(x.ndim) if d != dim)
+
+
+def _to_owners(x: ShardTensor, dim: int, index: ShardTensor, source: ShardTensor, adds: Callable) -> ShardTensor:
+    """Each rank adds up its rows of `source` by the row of `x` they belong to; the sums go to the owners of these rows.
+
+    Communication: two all-to-alls of row numbers, and one of a row for each row of `x` that a rank has something for and does not own.
+    """
+    spec = source._spec
+    axes = spec.mesh_dims_of(dim)
+    placements = tuple(Shard(0) if axis in axes else Replicate() for axis in range(spec.mesh.ndim))
+    rows = to_local(redistribute(index, ShardTensorSpec(spec.mesh, placements, tuple(index.shape), (spec.sizes[dim],), index.dtype)))
+    local = to_local(source)
+    rows, place = rows.unique(return_inverse=True)
+    sums = adds(local.new_zeros((*local.shape[:dim], rows.shape[0], *local.shape[dim + 1 :])), place, local)
+    wanted = torch.where(rows < 0, x.shape[dim], rows)  # these ops have no negative rows
+    route = row_route(wanted, x._spec.sizes[dim], dim_group(spec, axes))  # in the order of their owners, as `rows` ascends
+    come = comm.all_to_all(sums.movedim(dim, 0), route.take, route.give, 0, route.group)
+    return from_local(torch.index_add(to_local(x), dim, route.asked, come.movedim(0, dim)), x._spec)
 
 
 def _in_parts(x: ShardTensor, dim: int, others: Sequence[ShardTensor], base: ShardTensorSpec, adds: Callable) -> ShardTensor:
@@ -120,7 +149,7 @@ def scatter(input: Tensor, dim: int, index: Tensor, src=None, *, value=None, red
 @shard_function(torch.scatter_add, Tensor.scatter_add)
 @torch_names
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor):
-    """Communication: as `scatter`; without another dim to split, one reduce-scatter."""
+    """Communication: as `scatter`; an index that is one number for each row of sharded rows: only rows that cross, to their owners."""
     return _scatter(input, dim, index, src, torch.scatter_add, True)
 
 
@@ -148,7 +177,8 @@ def _by_rows(x: Tensor, dim: int, index: Tensor, source: Tensor, call: Callable,
 @shard_function(torch.index_add, Tensor.index_add)
 @torch_names
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha=1):
-    """Communication: as `scatter_add`; split indices are gathered."""
+    """Communication: along an unsharded dim none, or split indices are gathered; along one sharded alike in both, only the sums of rows
+    that cross, to their owners, and their row numbers; else as `scatter`."""
     return _by_rows(input, dim, index, source, lambda t, d, i, s: torch.index_add(t, d, i, s, alpha=alpha), True)
 
 
