@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.errors import MissingShardPatch, UndeterminedShardingError
-from shardwise.shard_tensor import registry
+from shardwise.shard_tensor import registry, tensor
 from shardwise.testing import assert_same_as_unsharded, ranks
 from tests.samples import all_samples, rows, split_inputs, whole_inputs
 
@@ -109,8 +109,10 @@ def short_name(op):
 
 def test_every_registered_op_has_a_sample(monkeypatch):
     used = set()
-    monkeypatch.setattr(registry, "functions", Recording(registry.functions, used))
-    monkeypatch.setattr(registry, "rules", Recording(registry.rules, used))
+    for name in ("functions", "rules"):
+        recording = Recording(getattr(registry, name), used)
+        for module in (registry, tensor):
+            monkeypatch.setattr(module, name, recording)
     run_all_samples()
     reached = {short_name(op) for op in used if op in REGISTERED}
     missing = {short_name(op) for op in REGISTERED} - reached - PROTOCOL
