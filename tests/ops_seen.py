@@ -88,7 +88,11 @@ def watching(seen: Seen):
     functions, rules = dict(registry.functions), dict(registry.rules)
     registry.functions.update({f: watched(f, handler, lambda call: call[2:]) for f, handler in functions.items()})
     registry.rules.update(
-        {op: watched(op, rule, lambda call: call[1:]) for op, rule in rules.items() if isinstance(op, torch._ops.OpOverload)}
+        {
+            op: watched(op, rule, lambda call: call[1:])
+            for op, rule in rules.items()
+            if isinstance(op, torch._ops.OpOverload) and op not in registry.remembered
+        }
     )
     try:
         yield
