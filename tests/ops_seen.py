@@ -91,7 +91,7 @@ def watching(seen: Seen):
         {
             op: watched(op, rule, lambda call: call[1:])
             for op, rule in rules.items()
-            if isinstance(op, torch._ops.OpOverload) and op not in registry.remembered
+            if isinstance(op, torch._ops.OpOverload) and op not in registry.found_rules
         }
     )
     try:

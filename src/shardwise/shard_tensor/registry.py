@@ -27,7 +27,6 @@ functions: dict[Callable, Callable] = {}
 named_functions: dict[str, Callable] = {}
 rules: dict[object, Callable] = {}
 found_rules: set[object] = set()  # the keys of `rules` that a family or a decomposition serves
-remembered: set[object] = set()  # operators in `rules` that were looked up, not registered
 rule_families: list[tuple[Callable[[object], bool], Callable]] = []
 
 # Functions that act on the tensor objects they are given: plain tensors among their arguments stay as they are.
@@ -122,7 +121,6 @@ def find_rule(op) -> Callable:
     if found is not None:
         found_rules.add(op)
         rules[op] = found
-        remembered.add(op)
         return found
     from shardwise.shard_tensor.fallback import fallback_rule
 
