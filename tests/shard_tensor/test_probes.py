@@ -395,7 +395,8 @@ def test_arguments_by_name(world):
     whole = world.randn(4, 3)
     x = shard(whole, world.mesh, dim=0, sizes=(3, 1))
     for call in (
-        lambda t: t.flip(dims=(0, 1)), lambda t: torch.flip(t, dims=[0]), lambda t: t.repeat(repeats=(2, 1)), lambda t: torch.tile(t, dims=(2,)),
+        lambda t: t.flip(dims=(0, 1)), lambda t: torch.flip(t, dims=[0]), lambda t: t.repeat(repeats=(2, 1)),
+        lambda t: torch.tile(t, dims=(2,)),
         lambda t: t.mm(mat2=t.T), lambda t: torch.bmm(t[None], mat2=t.T[None]), lambda t: t.mv(vec=t[0]),
     ):  # fmt: skip
         torch.testing.assert_close(call(x).full_tensor(), call(whole))
