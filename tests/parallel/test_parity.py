@@ -73,7 +73,8 @@ def test_llama_on_four_ranks(world):
 
 @ranks(3, processes=True, timeout=400)
 def test_llama_on_three_ranks(world):
-    hold("llama", ["cp=3", "pp=3"], length=17)
+    """At this length single gate weights have gradients below Adam's usual eps, whose sign is rounding: it is set above them."""
+    hold("llama", ["cp=3", "pp=3"], length=17, rules=Rules(mbs=1, eps=1e-6))
 
 
 @ranks(2, processes=True, timeout=400)

@@ -200,7 +200,7 @@ def forced_balance_is_for_benchmarks(case: Case) -> Iterator[Problem]:
         yield Problem("moe_router_force_load_balancing=true", "tokens no longer go where the router sends them", "false for a real run")
 
 
-@rule("E25", "source document, MoE parallelism; layout rules section 6", severity="info")
+@rule("E25", "Megatron Bridge, guide to parallelism strategies, MoE parallelism", severity="info")
 def expert_dispatch_leaves_the_domain(case: Case) -> Iterator[Problem]:
     layout, cluster = case.layout, case.cluster
     if cluster and case.model and case.model.moe and layout.ep * layout.etp > cluster.domain:

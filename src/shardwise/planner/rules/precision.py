@@ -93,7 +93,7 @@ def recompute_is_complete(case: Case) -> Iterator[Problem]:
         yield Problem(given, "moe_act is recomputed inside the grouped product", "moe_grouped_gemm=true")
 
 
-@rule("R4a", "layout rules section 6: fused attention rematerialises by itself", severity="info")
+@rule("R4a", "Transformer Engine: fused attention rematerialises by itself", severity="info")
 def attention_recompute_is_idle(case: Case) -> Iterator[Problem]:
     recompute = case.layout.recompute
     if recompute.modules == ("core_attn",) and case.layout.attention == "flash":

@@ -1,4 +1,4 @@
-"""Sizing tables of the source document: by model size, for experts, by topology, by sequence length.
+"""Sizing tables of Megatron Bridge's guide to parallelism strategies: by model size, for experts, by topology, by sequence length.
 
 They are starting points, not rules: `suggestions` says what the tables advise, `departures` where a layout differs from it.
 """
@@ -15,7 +15,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.ranks import min_world
 
 Range = tuple[int, int]
-_SOURCE = "parallelism strategies (source document), "
+_SOURCE = "Megatron Bridge, guide to parallelism strategies, "
 
 
 @dataclass(frozen=True, kw_only=True)

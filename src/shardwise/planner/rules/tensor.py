@@ -189,7 +189,7 @@ def state_space_heads_split(case: Case) -> Iterator[Problem]:
             )
 
 
-@rule("T18", "source document, decision by hardware topology", severity="warning", only=(*MEGATRONS, TITAN, SHARDWISE))
+@rule("T18", "Megatron Bridge, guide to parallelism strategies, hardware topology", severity="warning", only=(*MEGATRONS, TITAN, SHARDWISE))
 def tensor_parallel_stays_in_the_fast_domain(case: Case) -> Iterator[Problem]:
     cluster, tp = case.cluster, case.layout.tp
     if cluster and tp > 1 and (tp > cluster.domain or cluster.domain % tp) and cluster.gpus > cluster.domain:
