@@ -113,7 +113,7 @@ def _show(rows: list[dict[str, Any]], dtype: str, passed: bool) -> None:
     from rich.table import Table
 
     table = Table(title=f"one process against rows split over ranks, {dtype}")
-    for name in ("model", "ranks", "first loss", "last loss", "differs by", "kept MiB", "share", "sent MiB", "s/step"):
+    for name in ("model", "ranks", "first\nloss", "last\nloss", "differs\nby", "kept\nMiB", "share", "sent\nMiB", "s per\nstep"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
