@@ -60,7 +60,14 @@ GROUP = [
         plain=(1, 2),
         vary="nhw",
     ),
-    Sample(name="group_norm of a line", function=lambda x: F.group_norm(x, 2), inputs=(T("ncl"),), split="nlc", sizes=BOTH, vary="nl"),
+    Sample(  # a group may have two or three elements, nearly equal: with a small eps float32 keeps few digits of their gradient
+        name="group_norm of a line",
+        function=lambda x: F.group_norm(x, 2, eps=0.1),
+        inputs=(T("ncl"),),
+        split="nlc",
+        sizes=BOTH,
+        vary="nl",
+    ),
     Sample(
         name="torch.group_norm",
         function=lambda x, w, b: torch.group_norm(x, 1, w, b),
