@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from tests.parallel.training import Setup, build, compile_blocks, data, furthest, infer_split, train_alone, train_split
+from tests.parallel.training import LAYOUTS, Setup, build, compile_blocks, data, furthest, infer_split, train_alone, train_split
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DistributedManager, parallelize
@@ -29,16 +29,6 @@ from shardwise.errors import InputError
 RANKS = 4
 TOLERANCE = 1e-6
 SINGLE = Setup(ddp=1, domain=1)
-LAYOUTS = (
-    Setup(ddp=4, domain=1),
-    Setup(ddp=1, domain=4),
-    Setup(ddp=2, domain=2),
-    Setup(ddp=2, domain=2, fsdp=True),
-    Setup(ddp=2, domain=2, fsdp=True, spatial="auto"),
-    Setup(ddp=1, domain=4, fsdp=True),
-    Setup(ddp=1, domain=4, fsdp=True, spatial="auto"),
-    Setup(ddp=4, domain=1, fsdp=True),
-)
 
 
 def refusals() -> dict[str, Callable[[], object]]:

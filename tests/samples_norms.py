@@ -60,8 +60,17 @@ GROUP = [
         plain=(1, 2),
         vary="nhw",
     ),
-    Sample(  # a group may have two or three elements, nearly equal: with a small eps float32 keeps few digits of their gradient
+    Sample(  # a group may have two or three elements, nearly equal: float32 keeps few digits of their gradient
         name="group_norm of a line",
+        function=lambda x: F.group_norm(x, 2),
+        inputs=(T("ncl"),),
+        split="nlc",
+        sizes=BOTH,
+        vary="nl",
+        dtypes=(torch.float64,),
+    ),
+    Sample(
+        name="group_norm of a line with a large eps",
         function=lambda x: F.group_norm(x, 2, eps=0.1),
         inputs=(T("ncl"),),
         split="nlc",

@@ -87,14 +87,16 @@ def test_in_balanced_causal_order_all_ranks_have_the_same_work_at_every_step(pie
 
 
 @given(ranks=st.integers(2, 8), length=st.integers(0, 300))
-def test_in_balanced_causal_order_of_any_length_no_rank_is_two_rows_of_pairs_ahead(ranks, length):
+def test_in_balanced_causal_order_of_any_length_no_rank_is_a_block_ahead(ranks, length):
     order = zigzag_order(length, ranks)
     rows = [rows_in(spans) for spans in order]
     assert max(rows) - min(rows) <= 1
     for row in attention_step_table(order, order, CAUSAL):
         pairs = [work.pairs for work in row]
-        assert max(pairs) - min(pairs) <= 2 * max(rows)
-        assert length < 2 * ranks or all(work.kind != "skip" for work in row)
+        assert max(pairs) - min(pairs) <= 1.5 * max(rows)
+        if length >= 2 * ranks:
+            assert max(pairs) - min(pairs) <= min(rows) ** 2
+            assert all(work.kind != "skip" for work in row)
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=12), ranks=st.integers(1, 8))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.parallel.training import Setup, build, data, full, furthest, train_alone, train_split
+from tests.parallel.training import LAYOUTS, Setup, build, data, full, furthest, train_alone, train_split
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
@@ -19,14 +19,7 @@ from shardwise.testing import ranks, shard
 STEPS = 20
 TOLERANCE = 1e-6
 SMOKE = (
-    Setup(ddp=4, domain=1),
-    Setup(ddp=1, domain=4),
-    Setup(ddp=2, domain=2),
-    Setup(ddp=2, domain=2, fsdp=True),
-    Setup(ddp=2, domain=2, fsdp=True, spatial="auto"),
-    Setup(ddp=1, domain=4, fsdp=True),
-    Setup(ddp=1, domain=4, fsdp=True, spatial="auto"),
-    Setup(ddp=4, domain=1, fsdp=True),
+    *LAYOUTS,
     Setup(ddp=1, domain=4, accumulate=4),
     Setup(ddp=2, domain=2, accumulate=4),
     Setup(ddp=2, domain=2, fsdp=True, accumulate=2),
@@ -37,6 +30,7 @@ COMPILED = (  # `python -m benchmarks.smoke_matrix` compiles every setup, with a
     Setup(ddp=1, domain=4, compiled="aot_eager", accumulate=4),
     Setup(ddp=2, domain=2, compiled="aot_eager"),
     Setup(ddp=1, domain=4, fsdp=True, compiled="aot_eager"),
+    Setup(ddp=2, domain=2, fsdp=True, compiled="aot_eager"),
     Setup(ddp=2, domain=2, fsdp=True, spatial="auto", compiled="aot_eager"),
 )
 

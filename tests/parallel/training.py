@@ -68,6 +68,18 @@ class Setup:
         return " ".join([*words, f"accumulate={self.accumulate}"])
 
 
+LAYOUTS = (
+    Setup(ddp=4, domain=1),
+    Setup(ddp=1, domain=4),
+    Setup(ddp=2, domain=2),
+    Setup(ddp=2, domain=2, fsdp=True),
+    Setup(ddp=2, domain=2, fsdp=True, spatial="auto"),
+    Setup(ddp=1, domain=4, fsdp=True),
+    Setup(ddp=1, domain=4, fsdp=True, spatial="auto"),
+    Setup(ddp=4, domain=1, fsdp=True),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     losses: list[float]

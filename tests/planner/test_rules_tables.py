@@ -1,4 +1,4 @@
-"""Published recipes are judged, and the sizing tables of the source document advise what they say."""
+"""Published recipes are judged, and the sizing tables of Megatron Bridge's guide advise what they say."""
 
 from __future__ import annotations
 
@@ -38,31 +38,14 @@ def test_other_recipes_are_legal() -> None:
     assert len(refused) <= 0.05 * len(others), [(each.recipe, [str(finding) for finding in each.findings]) for each in refused]
 
 
+def recipe_row(words: str) -> dict[str, str]:
+    """A row of the table that says only what `words` do."""
+    given = dict(word.split("=") for word in words.split())
+    return {**dict.fromkeys(rows()[0], ""), "recompute": "none", "mbs": "1", **given}
+
+
 def test_recipes_are_read_as_their_framework_runs_them() -> None:
-    good = next(row for row in rows() if not row["notes"])
-    row = {
-        **good,
-        "model": "llama-3.1-8b",
-        "gpu_type": "B200",
-        "gpus": "8",
-        "tp": "1",
-        "pp": "1",
-        "vpp": "",
-        "cp": "1",
-        "ep": "",
-        "etp": "",
-    }
-    row |= {
-        "ep": "",
-        "etp": "",
-        "gbs": "128",
-        "mbs": "1",
-        "seq": "8192",
-        "pp_layout": "",
-        "recompute": "none",
-        "sp": "False",
-        "use_megatron_fsdp": "False",
-    }
+    row = recipe_row("model=llama-3.1-8b gpu_type=B200 gpus=8 tp=1 pp=1 cp=1 gbs=128 seq=8192 sp=False use_megatron_fsdp=False")
     (plain,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "library", "task": "pretrain"}])
     (tuned,) = judge_rows([{**row, "precision": "fp8-mx", "kind": "perf", "task": "peft"}])
     assert plain.legal and plain.fits and tuned.fits
@@ -73,31 +56,7 @@ def test_recipes_are_read_as_their_framework_runs_them() -> None:
 
 
 def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None:
-    good = next(row for row in rows() if not row["notes"])
-    row = {
-        **good,
-        "model": "gpt-oss-120b",
-        "gpu_type": "H100",
-        "tp": "2",
-        "pp": "6",
-        "vpp": "",
-        "cp": "4",
-        "ep": "4",
-        "etp": "",
-        "sp": "True",
-    }
-    row |= {
-        "ep": "4",
-        "etp": "",
-        "sp": "True",
-        "gbs": "4",
-        "mbs": "1",
-        "seq": "32768",
-        "pp_layout": "",
-        "recompute": "none",
-        "precision": "bf16",
-        "gpus": "48",
-    }
+    row = recipe_row("model=gpt-oss-120b gpu_type=H100 gpus=48 tp=2 pp=6 cp=4 ep=4 gbs=4 seq=32768 sp=True precision=bf16")
     (judged,) = judge_rows([row])
     assert judged.legal and judged.layout and judged.layout.etp == 1  # the bias of its experts could not be split
     (judged,) = judge_rows([{**row, "ep": "8"}])

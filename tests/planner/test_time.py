@@ -193,7 +193,8 @@ def test_an_unknown_release_takes_its_framework_and_an_unknown_gpu_its_architect
     assert profile("nobody-knows").speed == efficiency()["profile"]["default"]["speed"]
     ada = rates(cluster("l40s", 8), "bf16", known)
     assert ada.memory == pytest.approx(cluster("l40s", 8).gpu.bandwidth * efficiency()["gpu"]["default"]["memory"] * known.speed)
-    assert ada.matmul <= CEILING * cluster("l40s", 8).gpu.peak("bf16")
+    share = min(CEILING, efficiency()["gpu"]["default"]["matmul_bf16"] * known.speed)
+    assert ada.matmul == pytest.approx(cluster("l40s", 8).gpu.peak("bf16") * share)
 
 
 def test_hybrid_sharding_adds_a_sum_over_the_copies() -> None:

@@ -86,7 +86,7 @@ def test_experts_of_a_rank() -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "world", "wrong"),
-    [  # the source document's table
+    [  # the table of Megatron Bridge's guide
         ({"pp": 1, "tp": 2, "cp": 1, "ep": 8, "etp": 1}, 8, 16),
         ({"pp": 1, "tp": 4, "cp": 1, "ep": 8, "etp": 1}, 8, 32),
         ({"pp": 1, "tp": 2, "cp": 2, "ep": 8, "etp": 1}, 8, 32),

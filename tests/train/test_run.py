@@ -28,7 +28,7 @@ def losses(path: Path) -> dict[int, float]:
     return {row["iteration"]: row["lm loss"] for row in rows if row["kind"] == "iteration"}
 
 
-def test_smoke_command_of_the_source_document():
+def test_the_smoke_command_of_megatron_bridge_runs():
     words = [
         "--recipe", TINY, "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "model.sequence_parallel=True",
         "train.train_iters=3", "train.global_batch_size=8", "train.micro_batch_size=1", "scheduler.lr_warmup_iters=0",

@@ -30,24 +30,11 @@ class ChunkMemory(NamedTuple):
 
 
 class Estimator(Pieces):
-    """Predicts memory and step time of layouts of ``model`` on ``cluster`` at ``seq_len`` tokens a sample.
+    """Predicts memory and step time of layouts of a model on a cluster. Arguments are those of `Pieces`."""
 
-    stack: software profile (`rates.Profile` or its name). imbalance: tokens of the hottest expert rank over the mean.
-    document: tokens of one document where samples are packed from several; attention does not look beyond it.
-    """
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        cluster: Cluster,
-        *,
-        seq_len: int,
-        stack: Profile | str = DEFAULT_PROFILE,
-        imbalance: float = 1.0,
-        document: int | None = None,
-    ) -> None:
-        super().__init__(model, cluster, seq_len=seq_len, stack=stack, imbalance=imbalance, document=document)
-        self._chunks: dict[tuple[object, ...], ChunkMemory] = {}
+    @cached_property
+    def _chunks(self) -> dict[tuple[object, ...], ChunkMemory]:
+        return {}
 
     @cached_property
     def _flops(self) -> float:
