@@ -174,7 +174,8 @@ DIAGONALS = [
         split="nc",
     ),
     # with both dims split the diagonal is a copy, and a write into it is refused on all ranks
-    Sample(name="write into a diagonal", function=lambda x: _filled(x * 1), inputs=(T("nk"),), split="n"),
+    Sample(name="write into a diagonal", function=lambda x: _filled(x * 1), inputs=(T("nk"),), split="n", sizes={"k": 12}),
+    Sample(name="write into a diagonal, columns", function=lambda x: _filled(x * 1), inputs=(T("nk"),), split="k", sizes={"n": 12}),
     Sample(name="diag", function=lambda x: (torch.diag(x), x.diag(1), x[:, 0].diag(), x[0].diag(-2)), inputs=(T("nc"),), split="nc"),
     Sample(
         name="diag_embed",

@@ -100,7 +100,7 @@ SAMPLING = [
         windowed(2, f"interpolate {mode}", partial(F.interpolate, scale_factor=factor, mode=mode), split="hw" if factor == 2 else "h")
         for mode, factor in (("nearest", 2), ("nearest-exact", 1.5), ("bilinear", 2), ("bicubic", 0.7))
     ),
-    windowed(2, "interpolate area", partial(F.interpolate, scale_factor=0.5, mode="area"), vary=""),  # no size 1: no rows have no backward
+    windowed(2, "interpolate area", partial(F.interpolate, scale_factor=0.5, mode="area"), vary=""),  # torch itself has no backward to no rows
     windowed(2, "interpolate with antialias", partial(F.interpolate, size=(5, 4), mode="bicubic", antialias=True)),
     windowed(1, "interpolate between corners", partial(F.interpolate, size=17, mode="linear", align_corners=True)),
     Sample(name="grid_sample", function=partial(F.grid_sample, align_corners=False), inputs=(T("bchw"), T("bpq2", "unit")), split="hpc",

@@ -46,3 +46,8 @@ def test_dropout_is_refused_with_the_fields_to_set(world):
         parallelize_model(cases.config("gpt2", resid_pdrop=0.1), topology, seed=1, device=torch.device("cpu"))
     with pytest.raises(ModelError, match=r"model\.hf\.attention_dropout=0"):
         parallelize_model(cases.config("llama", attention_dropout=0.1), topology, seed=1, device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"model\.hf\.router_jitter_noise=0"):  # random numbers that no module of dropout draws
+        parallelize_model(cases.config("mixtral", router_jitter_noise=0.1), topology, seed=1, device=torch.device("cpu"))
+    bloom = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1}
+    with pytest.raises(ModelError, match=r"model\.hf\.hidden_dropout=0$"):
+        parallelize_model(cases.transformers_config(bloom), topology, seed=1, device=torch.device("cpu"))

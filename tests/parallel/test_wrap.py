@@ -168,3 +168,12 @@ def test_first_step_of_a_fresh_wrapper_rounds_like_any_later_step(world):
         model.zero_grad()
     for later in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], later, strict=True))
+
+
+@ranks(2, processes=True)
+def test_wrapping_leaves_gradients_that_exist(world):
+    model = build(torch.float32)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(world.rank))
+    wrapped = parallelize(model, world.make_mesh((2, 1), ("ddp", "domain")))
+    assert all(torch.equal(p.grad, torch.full_like(p, float(world.rank))) for p in wrapped.parameters())

@@ -179,3 +179,12 @@ def test_what_cannot_be_rehearsed_is_refused(capsys):
         main(["rehearse", "--recipe", "llama32_1b_tiny_pretrain_config", "ddp.use_torch_fsdp2=true", *TINY])
     assert ended.value.code == 2
     assert "FSDP2 is not rehearsed" in capsys.readouterr().err
+
+
+def test_a_plan_the_runtime_has_not_is_not_rehearsed_as_another(capsys):
+    words = ["--model", "llama-3.2-1b", "--gpus", "2", "--seq-len", "64", "--global-batch", "4", "--top", "1", "--rehearse", "1"]
+    for given in ("peft=lora", "optimizer=sgd", "sharding=zero2"):
+        with pytest.raises(SystemExit):
+            main(["plan", *words, "tp=1", given, "--json"])
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        assert given in plan["rehearsal"]["why_not"]

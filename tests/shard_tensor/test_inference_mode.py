@@ -57,3 +57,35 @@ def test_a_distributed_table_meets_a_split_tensor_without_gradients(world):
         with mode():
             torch.testing.assert_close((x + table).full_tensor(), x.full_tensor() + table.full_tensor())
             torch.testing.assert_close(torch.cat([x, table]).full_tensor(), torch.cat([x.full_tensor(), table.full_tensor()]))
+
+
+@ranks(2)
+def test_a_view_is_an_ordinary_tensor_where_that_of_plain_torch_is(world):
+    views = {
+        "view": lambda t: t.view(10, 3, 1), "transpose": lambda t: t.transpose(0, 1), "column": lambda t: t[:, 1],
+        "rows": lambda t: t[1:], "narrow": lambda t: t.narrow(0, 1, 3), "flatten": lambda t: t.flatten(),
+    }  # fmt: skip
+    before = shard(world.randn(10, 3), world.mesh, dim=0)
+    for name, view in views.items():
+        with torch.inference_mode():
+            made = view(before), view(shard(world.randn(10, 3), world.mesh, dim=0))
+        with torch._C.DisableTorchFunctionSubclass():
+            assert [x.is_inference() for x in made] == [False, True], name
+        weight = shard(world.randn(10, 3, seed=1), world.mesh, dim=0).requires_grad_()
+        (view(weight) * made[0]).sum().backward()
+
+
+@ranks(2)
+def test_a_dtensor_in_any_place_meets_a_shard(world):
+    table = nn.Parameter(distribute_tensor(world.randn(10, 3), world.mesh, [Replicate()]))
+    x = shard(world.randn(10, 3, seed=1), world.mesh, dim=0)
+    for function in (
+        lambda: torch.cat((x, table)),
+        lambda: torch.stack([x, table]),
+        lambda: torch.add(input=x, other=table),
+        lambda: torch.hypot(x, other=table),
+        lambda: torch.addcmul(x, tensor1=table, tensor2=table),
+    ):
+        with torch.no_grad():
+            found = function()
+        torch.testing.assert_close(found.full_tensor(), function().full_tensor().detach())

@@ -66,3 +66,22 @@ def test_nodes_that_do_not_exist_are_refused_together(world):
         target = shard(torch.tensor([0, 1, 2, 3, 4, wrong]), world.mesh, dim=0)
         with pytest.raises(IndexError, match="out of range"):
             x.index_add(0, target, shard(world.randn(6, FEATURES), world.mesh, dim=0))
+
+
+@ranks(2)
+def test_an_index_that_was_expanded_and_then_changed(world):
+    """A result made of an expanded index has memory of its own: its columns may differ."""
+
+    def changed(i, how):
+        i = how(i.unsqueeze(1).expand(-1, 3))
+        i[:, 1] += 1
+        return i
+
+    numbers = torch.tensor([0, 3, 2, 1, 4, 0])
+    for how in (torch.clone, lambda i: i * 1, torch.Tensor.contiguous, lambda i: torch.zeros_like(i) + i):
+        assert_same_as_unsharded(
+            lambda x, i, s, how=how: x.scatter_add(0, changed(i, how), s),
+            shard(world.randn(6, 3), world.mesh, dim=0, sizes=(4, 2)),
+            shard(numbers, world.mesh, dim=0, sizes=(4, 2)),
+            shard(world.randn(6, 3, seed=1), world.mesh, dim=0, sizes=(4, 2)),
+        )

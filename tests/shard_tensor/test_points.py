@@ -133,3 +133,16 @@ def test_split_surfaces_and_points_equal_one_process(world, of_faces):
     for chosen in itertools.product((False, True), repeat=3):
         if any(chosen):
             assert_same_as_unsharded(signed_distance, *(b if yes else a for a, b, yes in zip((corners, faces, places), split, chosen)))
+
+
+@ranks(2)
+def test_a_query_that_is_not_a_number_leaves_the_others_theirs(world):
+    points, queries = world.randn(7, 3), world.randn(4, 3, seed=1)
+    clean = knn(points, queries, 2)
+    queries[1] = torch.nan
+    for given in (points, shard(points, world.mesh, dim=0)):
+        index, distance = knn(given, shard(queries, world.mesh, dim=0), 2)[:2]
+        assert index.shape == (4, 2)
+        others = torch.tensor([0, 2, 3])
+        assert torch.equal(torch.as_tensor(index.full_tensor())[others], clean[0][others])
+        torch.testing.assert_close(distance.full_tensor()[others], clean[1][others])

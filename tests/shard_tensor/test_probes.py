@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import ShardTensor, scatter_tensor
+from shardwise.errors import MissingShardPatch
 from shardwise.testing import ranks, shard
 
 UNEVEN, EMPTY, EVEN = (5, 3, 6, 2), (6, 0, 7, 3), (4, 4, 4, 4)
@@ -400,3 +401,26 @@ def test_arguments_by_name(world):
         lambda t: t.mm(mat2=t.T), lambda t: torch.bmm(t[None], mat2=t.T[None]), lambda t: t.mv(vec=t[0]),
     ):  # fmt: skip
         torch.testing.assert_close(call(x).full_tensor(), call(whole))
+
+
+@ranks(2)
+def test_writes_into_a_pending_sum(world):
+    def pending():
+        return ShardTensor.from_local(
+            torch.ones(4, 3) * (world.rank + 1), world.mesh, (Partial(),), sharding_shapes="chunk", global_shape=(4, 3)
+        )
+
+    x = pending()
+    x.fill_(2.0)
+    assert torch.equal(x.full_tensor(), torch.full((4, 3), 2.0))
+    x = pending()
+    x[1:3] = 5.0
+    assert x.full_tensor()[:, 0].tolist() == [3, 5, 5, 3]
+    x = pending()
+    view = x[1:]
+    with pytest.raises(MissingShardPatch, match="of which a view exists"):
+        x[1:3] = 5.0
+    assert view.full_tensor()[0, 0] == 3
+    del view
+    x += 1
+    assert torch.equal(x.full_tensor(), torch.full((4, 3), 4.0))

@@ -16,8 +16,13 @@ from shardwise.shard_tensor.third_party import connect, third_party
 from shardwise.testing import assert_same_as_unsharded, count_communication, ranks, shard
 
 SOURCE = """
+import functools
 import torch
 
+def decorated(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+@decorated
 def scaled(x, by=2.0):
     return x * by if type(x) is torch.Tensor else NotImplemented
 """
@@ -105,8 +110,10 @@ def run_natten(world, module):
     x = shard(world.randn(1, 8, 2, 3), world.mesh, dim=1, sizes=(5, 3))
     expected = neighborhood_attention(x, x, x, 4, dilation=2)
     torch.testing.assert_close(module.na1d(x, x, x, 4, dilation=2, backend="any").to_local(), expected.to_local())
-    with pytest.raises(MissingShardPatch, match="natten attention with stride=2"):
+    with pytest.raises(MissingShardPatch, match="natten attention with stride"):
         module.na1d(x, x, x, 4, stride=2)
+    with pytest.raises(MissingShardPatch, match="natten attention with additional_keys"):
+        module.na1d(x, x, x, 4, additional_keys=torch.ones(1, 2, 2, 3))
 
 
 SCHEMAS = (

@@ -112,7 +112,7 @@ def _show(rows: list[dict[str, Any]], dtype: str, passed: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"one process against rows split over ranks, {dtype}")
+    table = Table(title=f"one process against rows split over ranks, {dtype}, plain SGD")
     for name in ("model", "ranks", "first\nloss", "last\nloss", "differs\nby", "kept\nMiB", "share", "sent\nMiB", "s per\nstep"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:

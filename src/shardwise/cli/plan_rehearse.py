@@ -81,7 +81,7 @@ def print_rehearsed(results: list[Rehearsed]) -> None:
     head = ("#", "layout", "planned", "this runtime, predicted", "rehearsed")
     print_table("Forward and backward of the heaviest rank, GiB", head, rows, text=(1,), wrap=(1,))
     rows = [
-        (number, sent.collective, sent.axis, f"{(sent.predicted or 0) / 2**20:,.0f}", f"{sent.bytes / 2**20:,.0f}")
+        (number, sent.collective, sent.axis, *("-" if size is None else f"{size / 2**20:,.0f}" for size in (sent.predicted, sent.bytes)))
         for number, each in enumerate(results, 1)
         for sent in (each.comparison.sent if each.comparison else ())
     ]

@@ -19,4 +19,5 @@ def overridable(function: Callable) -> Callable:
             return handle_torch_function(asking, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
+    asking.overridable = True
     return asking

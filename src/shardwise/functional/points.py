@@ -120,7 +120,7 @@ def _nearest(queries: Tensor, block: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _nearest_of_few(queries: Tensor, block: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not k or not len(queries):
         return queries.new_zeros((len(queries), k), dtype=torch.int64), queries.new_zeros((len(queries), k))
-    distance = _distances(queries, block)
+    distance = _distances(queries, block).nan_to_num(nan=torch.inf, posinf=torch.inf)
     furthest = distance.topk(k, largest=False).values[:, -1:]
     nearer, equal = distance < furthest, distance == furthest
     taken = nearer | (equal & (equal.cumsum(1) <= k - nearer.sum(1, keepdim=True)))

@@ -69,16 +69,16 @@ def signed(points: Tensor, found: Closest) -> tuple[Tensor, Tensor, Tensor]:
 
 def closest(points: Tensor, blocks: Blocks) -> Closest:
     """The closest triangle of each point; of equally close ones the first, in whatever order the blocks come."""
-    best, nothing = None, 0
+    best, empty_blocks = None, 0
     for start, block in blocks:
         if not len(block):  # stays in the graph: its gradient, without elements, is awaited elsewhere
-            nothing = nothing + block.sum()
+            empty_blocks = empty_blocks + block.sum()
             continue
         parts = [_closest(few, block.detach()) for few in points.detach().split(rows_at_a_time(8 * len(block)))]
         square, index, weights, angle = (torch.cat(part) for part in zip(*parts, strict=True))
         found = Closest(square, index + start, block[index], weights, angle)
         best = found if best is None else _merged(best, found)
-    return best._replace(corners=best.corners + nothing)
+    return best._replace(corners=best.corners + empty_blocks)
 
 
 def _merged(a: Closest, b: Closest) -> Closest:
@@ -92,7 +92,7 @@ def _closest(points: Tensor, triangles: Tensor) -> tuple[Tensor, Tensor, Tensor,
     corners = triangles - points[:, None, None]  # as seen from each point: [P, F, 3, 3]
     candidates = [_on_face(corners), *(_on_edge(corners, i) for i in range(3))]
     weights = torch.stack(candidates, 2)  # [P, F, 4, 3]
-    square = torch.einsum("pfkc,pfcd->pfkd", weights, corners).square().sum(-1).nan_to_num(torch.inf)
+    square = torch.einsum("pfkc,pfcd->pfkd", weights, corners).square().sum(-1).nan_to_num(nan=torch.inf, posinf=torch.inf)
     square, which = square.min(2)
     nearest, index = square.min(1)
     rows = torch.arange(len(points), device=points.device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 _groups: dict[int, dict[tuple[int, ...], dist.ProcessGroup]] = {}
-_of_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_of_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _axis_names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
@@ -29,8 +29,8 @@ def axis_group(mesh: DeviceMesh, mesh_dim: int = 0) -> dist.ProcessGroup:
 def flat_group(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> dist.ProcessGroup:
     """The group of the ranks that differ from this one along `mesh_dims` only, in row-major order of these dims as given.
 
-    Made once for the same ranks in the same order, by its members alone: ranks outside (other coordinates, or outside the mesh) need
-    not call. Every member must call for the first time at the same place in its program.
+    Made once for the same ranks in the same order under the same names of dims, by its members alone: ranks outside (other coordinates,
+    or outside the mesh) need not call. Every member must call for the first time at the same place in its program.
     """
     if torch.compiler.is_compiling() and len(mesh_dims) == 1:
         return mesh.get_group(mesh_dims[0])
@@ -64,9 +64,10 @@ def _make(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:
     group = mesh.get_group(dims[0]) if len(dims) == 1 else dist.group.WORLD
     if dist.get_process_group_ranks(group) != ranks:
         own = _of_ranks.setdefault(dist.group.WORLD, {})
-        if tuple(ranks) not in own:
-            own[tuple(ranks)] = new_group(ranks, description=f"mesh_{name}")
-        group = own[tuple(ranks)]
+        key = (name, *ranks)
+        if key not in own:
+            own[key] = new_group(ranks, description=f"mesh_{name}")
+        group = own[key]
     _axis_names[group] = name
     return group
 

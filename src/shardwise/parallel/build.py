@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def parallelize_model(
     attention.register()
     layout = topology.layout
     whole = build_meta(config)
-    _refuse_dropout(whole)
+    _refuse_randomness(whole)
     rows, routers = Rows(), RouterLosses(topology=topology, balance=balance or Balance())
     savings = Savings(active=dtype != torch.float32)
     stages: dict[int, StageModule] = {}
@@ -116,19 +117,33 @@ def parallelize_model(
     )
 
 
-def _refuse_dropout(model: PreTrainedModel) -> None:
+def _refuse_randomness(model: PreTrainedModel) -> None:
     """Each rank would draw numbers of its own: ranks that hold the same activation no longer would, and no layout would repeat another."""
-    rates = [
-        (name, module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout"))
-        for name, module in model.named_modules()
-    ]
-    found = next((f"{name}: dropout of {rate}" for name, rate in rates if isinstance(rate, float) and rate > 0), None)
-    if found:
-        fields = model.config.get_text_config().to_dict()
-        nonzero = [
-            key for key, value in fields.items() if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0
-        ]
-        raise ModelError([f"{found}: its numbers would differ with the layout. Try: {' '.join(f'model.hf.{key}=0' for key in nonzero)}"])
+    rates = {
+        f"model.hf.{key}": rate
+        for key, rate in _rates(model.config.get_text_config().to_dict())
+        if _RANDOM.search(key) and not _OF_OTHER_HEADS.search(key)
+    }
+    try_ = " ".join(f"{name}=0" for name in rates)
+    if not rates:
+        rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0}
+        try_ = "a config without dropout"
+    if rates:
+        given = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+        raise ModelError([f"{given}: random numbers would differ with the layout. Try: {try_}"])
+
+
+_RANDOM = re.compile("dropout|pdrop|jitter|drop_path|layerdrop")
+_OF_OTHER_HEADS = re.compile("classifier|summary")  # not of the language model
+
+
+def _rates(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The positive fractions of a config and of the configs in it."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _rates(value, f"{prefix}{key}.")
+        elif isinstance(value, float) and value > 0:
+            yield f"{prefix}{key}", value
 
 
 def _held(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Held]:

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from shardwise.errors import ModelError
 from shardwise.parallel.roles import experts_paths, layer_list
 from shardwise.parallel.router import RouterLosses
 from shardwise.parallel.stage import Elsewhere
@@ -71,13 +73,27 @@ def _again_together(layers: Sequence[nn.Module], routers: RouterLosses) -> None:
     the last runs all of them."""
     *first, last = layers
     noted: list[Callable[[Tensor], Tensor]] = []
+    shapes: list[torch.Size] = []
     plain = last.forward
 
+    def check(hidden: Tensor) -> None:
+        if noted and hidden.shape != shapes[0]:  # the model took a part of what it was given back
+            noted.clear()
+            raise ModelError(
+                [
+                    f"{type(last).__name__} returns more than its hidden states: {len(layers)} of them cannot be recomputed together. "
+                    "Try: model.recompute_num_layers=1"
+                ]
+            )
+        shapes[:] = [hidden.shape]
+
     def note(forward: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check(hidden)
         noted.append(lambda x: forward(x, *args, **kwargs))
         return hidden
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check(hidden)
         calls = [*noted, lambda x: plain(x, *args, **kwargs)]
         noted.clear()
         return _checkpointed(lambda x: reduce(lambda value, call: call(value), calls, x), routers, hidden)

@@ -53,11 +53,11 @@ class RouterLosses:
     @contextmanager
     def running_again(self) -> Iterator[None]:
         """A forward that was counted before runs once more, for its backward."""
-        self.again = True
+        before, self.again = self.again, True  # regions that run again may lie in one another
         try:
             yield
         finally:
-            self.again = False
+            self.again = before
 
     def add(self, name: str, loss: Tensor) -> None:
         if not self.again:

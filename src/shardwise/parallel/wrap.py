@@ -244,16 +244,21 @@ def _settle_buckets(wrapped: DistributedDataParallel) -> None:
 
     It does so after its first backward, in the order in which gradients came. The order within a bucket decides in which order the
     ranks' summands are added, so the first step of a resumed run would round otherwise than the same step of the run it continues.
+    Communication: one all-reduce of zeros as large as the gradients.
     """
     module, parameters = wrapped.module, [p for p in wrapped.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
     wrapped.module = _Touch(parameters)
-    with torch.enable_grad():
-        sums = wrapped()
-        torch.autograd.backward(sums, [torch.zeros_like(value) for value in sums])
-    wrapped.module = module
-    for p, grad in zip(parameters, before, strict=True):
-        p.grad = grad
+    try:
+        with torch.enable_grad():
+            sums = wrapped()
+            torch.autograd.backward(sums, [torch.zeros_like(value) for value in sums])
+    finally:
+        wrapped.module = module
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
 
 
 # ---------------------------------------------------------------------- one pass over the wire

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.errors import InputError
 from shardwise.spec import pipeline_layout
 from shardwise.spec.layout import Layout, Recompute
 from shardwise.train.config import ModelConfig, RunConfig
@@ -13,9 +14,16 @@ from shardwise.train.plan import RunPlan, plan
 def run_of(fields: dict[str, Any], layout: Layout, seq_len: int) -> RunPlan:
     """The bf16 run of a model (fields of its `transformers` config) under a layout, as `shardwise train` would take it.
 
-    Number formats and kernels are the runtime's. Raises `LayoutError` with all findings where the runtime cannot run the layout,
-    `ModelError` for a model it cannot build.
+    Number formats and kernels are the runtime's. Raises `InputError` for what the runtime has not, `LayoutError` with all findings where it
+    cannot run the layout, `ModelError` for a model it cannot build.
     """
+    default = Layout()
+    absent = [name for name in ("peft", "optimizer", "offload", "shard_group") if getattr(layout, name) != getattr(default, name)]
+    if layout.sharding == "zero2":
+        absent.append("sharding")
+    if absent:
+        given = ", ".join(f"{name}={getattr(layout, name)}" for name in absent)
+        raise InputError(given=given, why="a rehearsal trains all weights with AdamW, without it", try_="a layout without it")
     values = dict(fields)
     recompute = layout.recompute
     full = recompute.granularity == "full"
@@ -49,6 +57,6 @@ def run_of(fields: dict[str, Any], layout: Layout, seq_len: int) -> RunPlan:
         mixed_precision="bf16_mixed",
     )
     config.train.micro_batch_size, config.train.global_batch_size = layout.mbs, layout.gbs
-    config.ddp.use_distributed_optimizer = layout.sharding in ("distributed_optimizer", "zero2")
+    config.ddp.use_distributed_optimizer = layout.sharding == "distributed_optimizer"
     config.ddp.use_torch_fsdp2 = layout.sharding in ("fsdp2", "megatron_fsdp")
     return plan(config, layout.world)

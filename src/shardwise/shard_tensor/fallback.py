@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -91,11 +92,28 @@ def write_back(x: ShardTensor, whole: Tensor) -> None:
 
 
 def complete_in_place(x: ShardTensor) -> None:
-    """Resolve the pending sums of `x` before it is written into. Communication: an all-reduce for each."""
+    """Resolve the pending sums of `x` before it is written into. Communication: an all-reduce for each.
+
+    Raises MissingShardPatch if a view of `x` is alive: it would go on showing the summands.
+    """
     target = x._spec.gradient()
     if target is not x._spec:
+        if any(view() is not None for view in x.__dict__.get("_views", ())):
+            raise MissingShardPatch(
+                f"an in-place write into a pending sum ({x._spec.describe()}) of which a view exists",
+                "the write completes the sum, and the view would go on showing its summands",
+                "take the view after the write, or complete the sum first: x = x.redistribute(placements=...)",
+            )
         x._local_tensor = redistribute_local(x._local_tensor, x._spec, target)
         x._spec = target
+
+
+def note_view(view: ShardTensor, x: ShardTensor) -> None:
+    """Remember that `view` shows the summands of `x`, or of what `x` views."""
+    views = x.__dict__.setdefault("_views", [])
+    views[:] = [each for each in views if each() is not None]
+    views.append(weakref.ref(view))
+    view._views = views
 
 
 def mark_copied(x: ShardTensor, push: Callable[[Tensor], None] | None = None) -> ShardTensor:

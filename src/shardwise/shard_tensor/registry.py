@@ -170,13 +170,13 @@ def call_function(func: Callable, types, args: tuple, kwargs: dict):
             body = _python_bodies.get(func) or _python_body(func)
             if body is not func:
                 return body(*args, **kwargs)
-        if torch.is_grad_enabled() or not _MAY_HOLD_DTENSORS.isdisjoint(map(type, args)):
+        if torch.is_grad_enabled() or kwargs or not _MAY_HOLD_DTENSORS.isdisjoint(map(type, args)):
             args, kwargs = promote_operands(func, args, kwargs)
     with _NoTorchFunction():
         return func(*args, **kwargs)
 
 
-_MAY_HOLD_DTENSORS = {DTensor, list}
+_MAY_HOLD_DTENSORS = {DTensor, list, tuple}
 _python_bodies: dict[Callable, Callable] = {}
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

@@ -250,6 +250,16 @@ class ShardTensorSpec:
             return self
         return self.cached("contiguous", lambda: ShardTensorSpec(self.mesh, self.placements, self.shape, self.sizes, self.dtype))
 
+    def as_stored(self, local: torch.Tensor) -> ShardTensorSpec:
+        """This spec, or the row-major one if it has an expanded dim (stride 0) in which `local`, made of such a tensor, has memory.
+
+        Only unsharded dims may be expanded: their local strides are alike on all ranks, those of shards of one row say nothing.
+        """
+        for dim, (size, step) in enumerate(zip(self.shape, self.stride, strict=True)):
+            if size > 1 and not step and (self.sizes[dim] is not None or local.stride(dim)):
+                return self.contiguous()
+        return self
+
     def gradient(self) -> ShardTensorSpec:
         """The layout of a gradient of this tensor: each summand of a pending sum receives the whole gradient."""
         if not self.partial_mesh_dims:

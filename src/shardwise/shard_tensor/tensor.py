@@ -51,6 +51,8 @@ class ShardTensor(torch.Tensor):
         dtype = local_tensor.dtype
         if dtype is not spec.dtype:
             spec = spec.with_dtype(dtype)
+        if 0 in spec.stride:
+            spec = spec.as_stored(local_tensor)
         if dtype.is_complex and local_tensor.is_conj():  # a flag of the shard that the wrapper could not show
             local_tensor = local_tensor.resolve_conj()
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=dtype, device=local_tensor.device, requires_grad=requires_grad)

@@ -44,7 +44,7 @@ def connect(package: str) -> tuple[str, ...]:
     modules = [module for name, module in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
     for name in names:
         function = _find(name)
-        if hasattr(function, "__wrapped__"):
+        if hasattr(function, "overridable"):
             continue
         asking = overridable(function)
         for module in modules:

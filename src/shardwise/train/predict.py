@@ -45,6 +45,10 @@ def catalog_name(device_name: str) -> str | None:
 def predict(model: ModelSpec, layout: Layout, seq_len: int, device: torch.device) -> Cost:
     """The planner's estimate of one step. Communication: a few small all-reduces where the machine is timed; all ranks together."""
     name = catalog_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type == "cuda" and dist.get_world_size() > 1:  # cards may differ from rank to rank
+        known = torch.tensor(int(name is not None), device=device)
+        dist.all_reduce(known, dist.ReduceOp.MIN)
+        name = name if known else None
     model = model.replace(vocab_divisor=1)  # the runtime does not pad the vocabulary
     estimator = Estimator(model, cluster(name or "h100-sxm", layout.world), seq_len=seq_len, stack="shardwise")
     if name is None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor.ops.pointwise import operand_spec
 from shardwise.shard_tensor.promote import plain_operand
+from shardwise.shard_tensor.readable import values_readable
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
@@ -91,7 +92,7 @@ def _split_table(input: Tensor, weight: ShardTensor, padding_idx: int | None) ->
 def _check_range(indices: Tensor, rows: int) -> None:
     """Refuse an index that no rank has a row for: it would read as zeros. Elsewhere than on the CPU without waiting for the device."""
     inside = ((indices >= 0) & (indices < rows)).all()
-    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+    if not values_readable(indices):
         torch._assert_async(inside)
     elif not inside:
         raise IndexError(f"an index of embedding is out of range: the table has rows 0 to {rows - 1}")

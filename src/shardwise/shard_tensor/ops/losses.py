@@ -20,6 +20,7 @@ from shardwise.collectives import functional as comm
 from shardwise.shard_tensor.ops.pointwise import pointwise_rule
 from shardwise.shard_tensor.ops.reductions import mean_rule, sum_rule
 from shardwise.shard_tensor.promote import plain_operand
+from shardwise.shard_tensor.readable import values_readable
 from shardwise.shard_tensor.reduction_plan import (
     HALF,
     accumulation_dtype,
@@ -224,7 +225,7 @@ class _Rows:
             else:
                 both = torch.stack((total, self._weight_of_targets(ignore_index, total.dtype), total.new_full((), self.no_class)))
                 both = comm.sum_forward(both, plan.group) if plan.axes else both
-                if _is_checked(both):
+                if values_readable(both):
                     self._refuse(int(both[2]))
                 return from_local((both[0] / both[1]).to(self.local.dtype), plan.out)
         if half:
@@ -233,7 +234,7 @@ class _Rows:
         return from_local(total, plan.pending)
 
     def _count_no_class(self, target: Tensor, ignore_index: int) -> int:
-        if not _is_checked(target):
+        if not values_readable(target):
             return 0
         return int(((target < 0) | (target >= self.classes)).logical_and_(target != ignore_index).sum())
 
@@ -249,11 +250,6 @@ class _Rows:
         if self.weight is None:
             return valid.sum().to(dtype)
         return torch.where(valid, self.weight[torch.where(valid, self.target, 0)], 0).sum(dtype=dtype)
-
-
-def _is_checked(x: Tensor) -> bool:
-    """Whether values are looked at: on the CPU; elsewhere that would wait for the device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _part(value: Tensor, wanted: ShardTensorSpec, spec: ShardTensorSpec) -> Tensor:

@@ -131,7 +131,7 @@ def _check_inner(a: Tensor, b: Tensor) -> None:
 
 @shard_function(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv)
 def matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, vec: Tensor | None = None) -> Tensor:
-    """`mat2` and `vec` are what `mm`, `bmm` and `mv` call `other`."""
+    """`mat2` and `vec` are what `mm`, `bmm` and `mv` call `other`; torch has checked that one of the three is given."""
     return _product(input, next(t for t in (other, mat2, vec) if t is not None), torch.matmul)
 
 

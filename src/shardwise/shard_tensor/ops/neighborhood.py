@@ -71,12 +71,13 @@ def _halos(spec: ShardTensorSpec, windows: Sequence[Window]) -> dict[int, Halo]:
 @third_party(*(f"natten.functional.{name}" for name in ("na1d", "na2d", "na3d", "neighborhood_attention_generic")))
 def natten_attention(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, **options):
     """natten's functions. Choices of kernels and tiles are ignored. Communication: as `neighborhood_attention`."""
-    asked = {name: options.get(name) for name in ("additional_keys", "additional_values", "return_lse") if options.get(name)}
+    names = ("additional_keys", "additional_values", "return_lse")
+    asked = [name for name in names if options.get(name) is not None and options[name] is not False]
     if any(step != 1 for step in (stride if isinstance(stride, Sequence) else (stride,))):
-        asked["stride"] = stride
+        asked.append("stride")
     if asked:
         raise MissingShardPatch(
-            f"natten attention with {', '.join(f'{name}={value}' for name, value in asked.items())}",
+            f"natten attention with {', '.join(asked)}",
             "its sharded form has windows of stride 1 and the positions of the tensor alone",
             "leave these options out, or gather with full_tensor()",
         )

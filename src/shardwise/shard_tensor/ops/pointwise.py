@@ -171,7 +171,7 @@ def _general(op, args: tuple, kwargs: dict):
         check_writable(written)
         if "out" in kwargs or op._schema.name.endswith(".out"):
             return _into_out(op, args, kwargs, written, shape)
-        if written._spec.partial_mesh_dims and op not in (aten.zero_.default, aten.fill_.Scalar):
+        if written._spec.partial_mesh_dims and op is not aten.zero_.default:
             complete_in_place(written)
         target = written._spec
     else:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardwise.shard_tensor.fallback import after_write, mark_copied
+from shardwise.shard_tensor.fallback import after_write, mark_copied, note_view
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import call_function, functions, shard_rule
 from shardwise.shard_tensor.regroup import complete_shape, view_specs
@@ -28,6 +28,7 @@ def _same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
     """`view`, which shares the memory of `x`: if `x` is itself a copied view, a write must go on to what `x` views; views of a pending
     sum cannot be written into."""
     if x._spec.partial_mesh_dims:  # a write would complete the view, not what it views
+        note_view(view, x)
         return mark_copied(view)
     push = x.__dict__.get("_copied_view")
     if push is not None:
@@ -384,6 +385,8 @@ def _fast_transpose(func, types, args, kwargs):
         with _NoTorchFunction():
             if args[0].requires_grad:
                 return func(*args)
+    elif torch.is_inference_mode_enabled():  # whether the view is an ordinary tensor is decided below
+        return call_function(func, types, args, kwargs)
     return transpose_local(*args)
 
 
@@ -396,6 +399,8 @@ def _fast_view(func, types, args, kwargs):
         with _NoTorchFunction():
             if x.requires_grad:
                 return func(*args)
+    elif torch.is_inference_mode_enabled():
+        return call_function(func, types, args, kwargs)
     return view(aten.view.default, (x, shape), {})
 
 
@@ -410,6 +415,8 @@ def _fast_getitem(func, types, args, kwargs):
         with _NoTorchFunction():
             if x.requires_grad:
                 return x[index]
+    elif torch.is_inference_mode_enabled():
+        return call_function(func, types, args, kwargs)
     key = tuple((item.start, item.stop, item.step) if type(item) is slice else item for item in items)
     spec = x._spec
     key = ("getitem", *key)
