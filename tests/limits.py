@@ -360,7 +360,7 @@ def page() -> str:
         "# Limits of other sharded tensors that do not hold here",
         "",
         "What another implementation of sharded tensors refuses, gets wrong or leaves ranks waiting for, and works here: equal to one",
-        "process in output and gradients, on four ranks, mostly with uneven shards (5, 3, 6 and 2 rows), empty ones and shards of one row.",
+        "process in output and, where there are any, gradients, on four ranks, mostly with uneven shards (5, 3, 6 and 2 rows), empty ones and shards of one row.",
         "Each line is a case of `tests/limits.py`, run by `tests/shard_tensor/test_limits.py`; made by `python -m tests.limits`.",
         "`tests/shard_tensor/test_probes.py` has some eighty everyday uses more.",
         "",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import InputError
-from shardwise.planner.recipe_table import judge_rows, judge_table
+from shardwise.planner.recipe_table import judge_rows
 from shardwise.planner.rules.sizing import DENSE, MOE, SEQUENCE, departures, suggestions, table_findings
 from shardwise.spec import catalog
 from shardwise.spec.layout import Layout
@@ -61,17 +60,6 @@ def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None
     assert judged.legal and judged.layout and judged.layout.etp == 1  # the bias of its experts could not be split
     (judged,) = judge_rows([{**row, "ep": "8"}])
     assert "W2" in {finding.rule for finding in judged.findings}  # 48 GPUs hold pp=6 ep=8, but not with two ranks per expert
-
-
-def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
-    assert [judged.recipe for judged in judge_table(SAMPLE)] == [row["recipe"] for row in rows()]
-    for content, text in [(b"", "no rows"), (b"a,b\n1,2\n", "columns missing"), (b"\xff\xfe", "cannot be read")]:
-        path = tmp_path / "table.csv"
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=text):
-            judge_table(path)
-    with pytest.raises(InputError, match="cannot be read"):
-        judge_table(tmp_path / "absent.csv")
 
 
 def test_models_the_catalog_does_not_describe_are_judged_by_the_other_rules() -> None:

@@ -17,16 +17,15 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from shardwise.planner.validate import Summary, Validation
 
-Table = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="a table with the columns of published_runs_open.csv, or of recipes.csv")]
+Table = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="a table of published runs or of recipes")]
 Rows = Annotated[bool, typer.Option("--rows", help="also print every row")]
-RECIPE_COLUMNS = ("recipe", "model", "gpus", "gpu_type", "tp", "pp", "cp", "ep", "etp", "mbs", "gbs")
 _NEEDED = ("id", "gpus", "gpu_type", "tp", "pp", "num_layers", "hidden", "seq_len")
 
 
 def validate(runs: Table, rows: Rows = False, as_json: opt.Json = False) -> int:
     """Predict every run of a table; per row the error or why it cannot be expressed, and a summary by source, GPU and architecture.
 
-    A table of recipes (columns of recipes.csv) is judged instead: is each layout legal, does it fit its hardware.
+    A table of recipes (it has a column `recipe`) is judged instead: is each layout legal, does it fit. Exit code 1 if one is refused.
     """
     table = read_table(runs)
     if "recipe" in table[0]:
@@ -52,6 +51,8 @@ def validate(runs: Table, rows: Rows = False, as_json: opt.Json = False) -> int:
 
 def read_table(path: Path) -> list[dict[str, str]]:
     """Rows of the table as text. Raises `InputError` for anything that is not such a table."""
+    from shardwise.planner import recipe_table
+
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -65,12 +66,13 @@ def read_table(path: Path) -> list[dict[str, str]]:
         head, *lines = [line for line in reader if line] or [[]]
     except csv.Error as error:
         raise InputError(given=str(path), why=f"the CSV is broken: {error}", try_="a whole file; it may have been cut off") from None
-    missing = [name for name in (RECIPE_COLUMNS if "recipe" in head else _NEEDED) if name not in head]
+    recipes = "recipe" in head
+    missing = [name for name in (recipe_table.COLUMNS if recipes else _NEEDED) if name not in head]
     if missing:
         raise InputError(
             given=f"{path} with columns {', '.join(head[:8]) or 'none'}",
             why=f"columns are missing: {', '.join(missing)}",
-            try_="the columns of published_runs_open.csv",
+            try_="columns " + ", ".join(recipe_table.COLUMNS if recipes else _NEEDED),
         )
     for number, line in enumerate(lines, 2):
         if len(line) != len(head):

@@ -102,7 +102,7 @@ def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model
             parts["qkv"] += BF16 * tokens * (heads * block.head_dim + block.kv_heads / min(tp, block.kv_heads) * block.head_dim)
         if isinstance(block, Attention) and block.gated:
             parts["qkv"] += 2 * BF16 * tokens * heads * block.head_dim
-    pairs = float(tokens) * shape.seq
+    pairs = float(tokens) * shape.keys
     if shape.fused_attention:
         parts["log_sum_exp"] = LOG_SUM_EXP * tokens * heads
         return 0.0

@@ -79,10 +79,14 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one rank works on: tokens, split degrees, precision."""
+    """What one rank works on: tokens, split degrees, precision.
+
+    seq: positions attention looks at; keys: positions a kernel that writes scores out has columns for, of a packed sample all.
+    """
 
     tokens: int
     seq: int
+    keys: int
     tp: int
     ep: int
     etp: int
@@ -116,6 +120,7 @@ def shape_of(layout: Layout, seq_len: int, processors: int, *, document: int | N
     return Shape(
         tokens=max(1, layout.mbs * seq_len // layout.cp),
         seq=min(seq_len, document or seq_len),
+        keys=seq_len,
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.etp,

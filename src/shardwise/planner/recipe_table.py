@@ -9,14 +9,12 @@ family keeps bf16 moments, and the communication of context parallelism follows 
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Finding, InputError, ShardwiseError
+from shardwise.errors import Finding, ShardwiseError
 from shardwise.planner.estimator import Estimator
 from shardwise.planner.memory import MemoryEstimate
 from shardwise.planner.rates import DEFAULT_PROFILE
@@ -115,17 +113,3 @@ def judge_row(row: Mapping[str, str], framework: str = "bridge") -> Judgement:
 
 def judge_rows(rows: Iterable[Mapping[str, str]], framework: str = "bridge") -> tuple[Judgement, ...]:
     return tuple(judge_row(row, framework) for row in rows)
-
-
-def judge_table(path: Path, framework: str = "bridge") -> tuple[Judgement, ...]:
-    """Judge every row of a CSV file. Raises `InputError` when it cannot be read or lacks columns."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(given=str(path), why=f"cannot be read: {error}", try_="a CSV file with a header") from None
-    missing = [column for column in COLUMNS if rows and column not in rows[0]]
-    if missing or not rows:
-        why = f"columns missing: {', '.join(missing)}" if missing else "no rows"
-        raise InputError(given=str(path), why=why, try_="a header with " + ",".join(COLUMNS))
-    return judge_rows(rows, framework)

@@ -1,6 +1,6 @@
 """Published training runs as (model, layout, cluster, software profile) with what was measured.
 
-A table has the columns of `published_runs_open.csv`; rows that cannot be expressed say why. How each source counts FLOPs
+A table has the columns of `benchmarks/data/published_runs.csv`; rows that cannot be expressed say why. How each source counts FLOPs
 and memory, and what its framework did where a row is silent, is data: ``data/sources.toml``.
 """
 
