@@ -218,6 +218,8 @@ def test_unfused_attention_holds_a_gradient_of_its_scores() -> None:
     saved = saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], shape)
     assert saved.parts["scores"] == scores
     assert saved.working == scores
+    packed = shape_of(Layout(mbs=2, attention="unfused"), 8192, 132, document=512)  # masked, and written out all the same
+    assert saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], packed).parts["scores"] == scores
     fused = saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], shape_of(Layout(mbs=2), 8192, 132))
     assert fused.working < scores / 2
 
