@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.mesh.leaving import wait_for_gloo_at_exit
+
 _groups: dict[int, dict[tuple[int, ...], dist.ProcessGroup]] = {}
 _of_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -54,6 +56,7 @@ def _make(mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"rank {dist.get_rank()} is not on {mesh}: only ranks of a mesh have groups on it")
+    wait_for_gloo_at_exit()
     if len(set(dims)) != len(dims):
         raise ValueError(f"mesh dims {dims} name one dim twice")
     kept = sorted(dims)

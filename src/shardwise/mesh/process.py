@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import InputError
 from shardwise.mesh.groups import flat_group
+from shardwise.mesh.leaving import wait_for_gloo_at_exit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,7 @@ class DistributedManager:
         Does nothing when the process group is there already. Communication: the rendezvous. Raises `InputError` for an environment that
         is only half set.
         """
+        wait_for_gloo_at_exit()
         if DistributedManager.is_initialized():
             return
         place = place_from_environment(os.environ)
