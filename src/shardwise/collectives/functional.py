@@ -106,28 +106,51 @@ def broadcast(x: torch.Tensor, src: int, group: dist.ProcessGroup) -> torch.Tens
 
 
 class PendingSum:
-    """A sum over ranks under way; `wait()` returns the tensor that was given, now summed."""
+    """A sum over ranks under way; `wait()` returns its result."""
 
-    def __init__(self, x: torch.Tensor, work: dist.Work | None) -> None:
-        self._x, self._work = x, work
+    def __init__(self, x: torch.Tensor, wait: Callable[[], torch.Tensor] | None) -> None:
+        self._x, self._wait = x, wait
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._wait is not None:
+            self._x, self._wait = self._wait(), None
         return self._x
 
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> PendingSum:
-    """Start summing x over ranks in place, without a gradient. x must be contiguous and stay untouched until `wait()`."""
-    if group.size() == 1:
+    """Start summing x over ranks in place, without a gradient. x must be contiguous and stay untouched until `wait()`, which returns it."""
+    if group.size() == 1 or x.numel() == 0:
         return PendingSum(x, None)
     _check_op(x, "sum")
     if not x.is_contiguous():
         raise ValueError(f"start_all_reduce works in place on contiguous tensors, got strides {x.stride()} for shape {tuple(x.shape)}")
     record("all_reduce", group, 2 * (group.size() - 1) * x.numel() * x.element_size() // group.size())
     wire = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    return PendingSum(x, dist.all_reduce(wire, group=group, async_op=True))
+    work = dist.all_reduce(wire, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return x
+
+    return PendingSum(x, wait)
+
+
+def start_reduce_scatter(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> PendingSum:
+    """Start summing the real 1-D tensor x over ranks, without a gradient; `wait()` returns the `sizes[r]` elements that rank r keeps.
+
+    x must be contiguous and stay untouched until then.
+    """
+    if group.size() == 1 or x.numel() == 0:
+        return PendingSum(x, None)
+    _check_op(x, "sum")
+    _check_size("start_reduce_scatter", x, 0, sum(sizes))
+    ranks, own, x = group.size(), sizes[group.rank()], x.detach()
+    record("reduce_scatter", group, (x.numel() - own) * x.element_size())
+    if any(size != own for size in sizes):
+        parts = _c10d.all_to_all_single.default(x, [own] * ranks, list(sizes), group.group_name)
+        return PendingSum(x, lambda: _c10d.wait_tensor.default(parts).view(ranks, own).sum(0, dtype=x.dtype))
+    result = _c10d.reduce_scatter_tensor.default(x, "sum", ranks, group.group_name)
+    return PendingSum(x, lambda: _c10d.wait_tensor.default(result))
 
 
 # ------------------------------------------------------------------------------------------------------------- gradients

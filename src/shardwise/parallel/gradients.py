@@ -47,9 +47,8 @@ def finish(model: ParallelModel) -> None:
     """All sums but the data parallel one. Communication: one all-reduce per tensor parallel or shared-head group, one for tied weights."""
     pending: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for parameter, held in model.parameters:
-        grad = gradient(parameter)
         for group in held.pending:
-            pending[group].append(grad)
+            pending[group].append(gradient(parameter))
     for group, grads in pending.items():
         sum_flat(grads, group)
     _tie(model)
@@ -57,17 +56,23 @@ def finish(model: ParallelModel) -> None:
 
 def _tie(model: ParallelModel) -> None:
     """The embedding of the first stage and the output weight of the last are one weight: both copies get the sum of both gradients."""
-    copies = [parameter for parameter, held in model.parameters if not held.counted]
-    ends = model.topology.ends
-    names = {held.name: parameter for parameter, held in model.parameters if held.counted}
+    grads = [gradient(parameter) for parameter in tied_copies(model)]
+    if len(grads) == 2:
+        total = grads[0] + grads[1]
+        for grad in grads:
+            grad.copy_(total)
+    elif grads:
+        assert model.topology.ends.group is not None
+        sum_flat(grads, model.topology.ends.group)
+
+
+def tied_copies(model: ParallelModel) -> list[nn.Parameter]:
+    """This rank's copies of a weight whose other copy is on another stage: two where both ends of a folded pipeline are here."""
     name = next((held.name for _, held in model.parameters if not held.counted), None)
-    if copies and name in names:  # both ends of a folded pipeline are here
-        total = gradient(copies[0]) + gradient(names[name])
-        gradient(copies[0]).copy_(total)
-        gradient(names[name]).copy_(total)
-    elif ends.group is not None and model.config.get_text_config().tie_word_embeddings and not _folded(model):
-        own = copies or [parameter for parameter, held in model.parameters if held.name == _embedding(model)]
-        sum_flat([gradient(parameter) for parameter in own], ends.group)
+    first = model.topology.ends.group is not None and model.config.get_text_config().tie_word_embeddings and not _folded(model)
+    if name is None and first:
+        name = _embedding(model)
+    return [parameter for parameter, held in model.parameters if held.name == name]
 
 
 def _folded(model: ParallelModel) -> bool:

@@ -8,7 +8,7 @@ another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.collectives.counter import record
 from shardwise.errors import ShardwiseError
 from shardwise.parallel.attention import SequenceSplit
 from shardwise.parallel.build import ParallelModel
+from shardwise.parallel.reduce import GradientSums
 from shardwise.spec.layout import Layout
 from shardwise.spec.schedules import Action, Actions, actions
 from shardwise.spec.sequence import even_sizes
@@ -75,10 +76,13 @@ class Pipeline:
         assert group is not None
         return group
 
-    def train(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+    def train(self, batches: Sequence[MicroBatch], loss: Loss, sums: GradientSums | None = None) -> Tensor:
         """Forward and backward of all micro batches; gradients are added up on the parameters. Returns the sum of the losses of this
-        rank's last stage (0 without one)."""
-        return _Run(self, batches, loss, self.actions, backward=True).go()
+        rank's last stage (0 without one).
+
+        sums: data parallel sums that begin in the last backward of every stage; for a step's last pass.
+        """
+        return _Run(self, batches, loss, self.actions, backward=True, sums=sums).go()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
@@ -98,15 +102,24 @@ class _Channel:
 class _Run:
     """One pass over the action lists."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[MicroBatch], loss: Loss, lists: Actions, *, backward: bool) -> None:
-        self.pipeline, self.batches, self.loss, self.lists, self.backward = pipeline, batches, loss, lists, backward
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Sequence[MicroBatch],
+        loss: Loss,
+        lists: Actions,
+        *,
+        backward: bool,
+        sums: GradientSums | None = None,
+    ) -> None:
+        self.pipeline, self.batches, self.loss, self.lists, self.backward, self.sums = pipeline, batches, loss, lists, backward, sums
         self.layout, self.rank = pipeline.layout, pipeline.rank
         self.model = pipeline.model
         self.last = self.layout.stages - 1
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.here: dict[Message, Tensor] = {}
         self.sending: list[tuple[dist.Work, Tensor]] = []
-        self.left = {stage: len(batches) for stage in self.model.stages}
+        self.left = {stage: len(batches) for stage in self.model.stages}  # micro batches whose weight gradients are to come
         self.total = torch.zeros((), device=batches[0].tokens.device)
         self.channels = {source: _Channel(expected=self._messages(source)) for source in range(self.layout.pp) if source != self.rank}
 
@@ -151,16 +164,12 @@ class _Run:
     def _backward(self, stage: int, m: int, *, inputs_only: bool) -> None:
         kept = self.kept[stage, m]
         kept.grad = None if stage == self.last else self._receive(("B", stage, m))
-        module = self.model.stages[stage]
-        if self.model.fsdp:
-            self.left[stage] -= 1
-            module.set_requires_gradient_sync(self.left[stage] == 0)
-            module.set_is_last_backward(self.left[stage] == 0)
         if inputs_only and not self.model.fsdp:
             if stage:
                 torch.autograd.backward(kept.out, kept.grad, inputs=[kept.x], retain_graph=True)
         else:
-            torch.autograd.backward(kept.out, kept.grad)
+            with self._to_weights(stage):
+                torch.autograd.backward(kept.out, kept.grad)
             del self.kept[stage, m]
         if stage:
             assert kept.x.grad is not None
@@ -171,7 +180,17 @@ class _Run:
         kept = self.kept.pop((stage, m), None)
         if kept is not None:
             weights = [parameter for parameter in self.model.stages[stage].parameters() if parameter.requires_grad]
-            torch.autograd.backward(kept.out, kept.grad, inputs=weights)
+            with self._to_weights(stage):
+                torch.autograd.backward(kept.out, kept.grad, inputs=weights)
+
+    def _to_weights(self, stage: int) -> AbstractContextManager[None]:
+        """Around a backward that adds to the gradients of the stage's weights."""
+        self.left[stage] -= 1
+        last = self.left[stage] == 0
+        if self.model.fsdp:
+            self.model.stages[stage].set_requires_gradient_sync(last)
+            self.model.stages[stage].set_is_last_backward(last)
+        return self.sums.completing(stage) if last and self.sums is not None else nullcontext()
 
     def _send(self, message: Message, value: Tensor) -> None:
         target = rank_of_stage(self.layout, message[1])

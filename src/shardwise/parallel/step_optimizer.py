@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.collectives.functional import all_gather, reduce_scatter
+from shardwise.collectives.functional import all_gather, start_reduce_scatter
 from shardwise.parallel.build import ParallelModel
-from shardwise.parallel.gradients import finish, gradient, local, squared_norm, sum_flat
+from shardwise.parallel.gradients import finish, gradient, local, squared_norm
 from shardwise.parallel.part import Held, Part
+from shardwise.parallel.reduce import GradientSums, Started, start_whole
 from shardwise.parallel.topology import Axis
 from shardwise.spec.spans import Span, chunk_sizes, spans_of
 
@@ -39,12 +41,15 @@ class StepOptimizer:
     """Turns the gradients of a step into new weights.
 
     make: builds a torch optimizer from parameter groups (`params`, `decayed`: False for vectors, which get no weight decay).
+    Communication on creation: that of `GradientSums`.
     """
 
     def __init__(self, model: ParallelModel, make: Make, clip: float) -> None:
         self.model, self.clip = model, clip
         self.shards = _shards(model) if model.topology.layout.sharding in ("distributed_optimizer", "zero2") else []
         self.updated = list(self._updated())
+        self._of = {each.parameter: each for each in self.updated}
+        self.sums = GradientSums(model, self._start_rows if self.shards else start_whole)
         groups = [
             {"params": [each.value for each in self.updated if (each.parameter.ndim > 1) == decayed], "decayed": decayed}
             for decayed in (True, False)
@@ -64,22 +69,33 @@ class StepOptimizer:
                 rows, copies = fsdp_rows(parameter), copies // _shard_ranks(parameter)
             yield Updated(value=_precise(parameter), parameter=parameter, held=held, rows=rows, copies=copies)
 
+    def _start_rows(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Started:
+        """Sum gradients, of which this rank keeps the rows it updates; the whole ones go. Communication: one reduce-scatter."""
+        rows = [_rows(parameter, group.size()) for parameter in parameters]
+        grads = [gradient(parameter) for parameter in parameters]
+        flat = grads[0].reshape(-1) if len(grads) == 1 else torch.cat(_pieces(grads, rows))
+        for parameter in parameters:
+            parameter.grad = None
+        chosen = [self._of[parameter] for parameter in parameters]
+
+        def take(own: Tensor) -> None:
+            for each, grad in zip(chosen, own.split([each.value.numel() for each in chosen]), strict=True):
+                each.value.grad = grad.view_as(each.value)
+
+        return Started(flat=flat, pending=start_reduce_scatter(flat, _sizes(parameters, rows), group), take=take)
+
     def zero_grad(self) -> None:
         for parameter, _ in self.model.parameters:
             parameter.grad = None
         for each in self.updated:
             each.value.grad = None
+        self.sums.restart()
 
     def step(self) -> float:
         """Reduce, clip, update. Returns the gradient norm before clipping. All ranks call it together."""
+        self.sums.start_rest()
         finish(self.model)
-        if self.shards:
-            for shard in self.shards:
-                shard.reduce()
-        elif not self.model.fsdp:
-            for axis, members in _by_axis(self.model):
-                if axis.group is not None:
-                    sum_flat([gradient(parameter) for parameter, _ in members], axis.group)
+        self.sums.finish()
         self._hand_over()
         grads = [local(each.value.grad) for each in self.updated if each.value.grad is not None]
         norm = squared_norm(
@@ -93,7 +109,10 @@ class StepOptimizer:
         return float(norm)
 
     def _hand_over(self) -> None:
-        """Gradients of whole parameters to what is updated in their place."""
+        """Gradients of whole parameters to what is updated in their place; zeros where there are none."""
+        for each in self.updated:
+            if each.value is each.parameter:
+                gradient(each.parameter)
         for each in self._apart():
             each.value.grad = gradient(each.parameter)
 
@@ -138,14 +157,12 @@ def _shards(model: ParallelModel) -> list[_Shard]:
 class _Shard:
     """Parameters whose gradients and optimizer state are dealt out by rows over one axis (Rajbhandari et al., arXiv:1910.02054, stage 1).
 
-    The flat buffer holds the rows of rank 0 of every parameter, then those of rank 1, ...: one reduce-scatter of gradients and one
-    all-gather of weights per step.
+    A flat buffer holds the rows of rank 0 of every parameter, then those of rank 1, ...: one all-gather of weights per step.
     """
 
     def __init__(self, axis: Axis, members: list[tuple[nn.Parameter, Held]]) -> None:
         self.axis, self.parameters = axis, [parameter for parameter, _ in members]
-        self.rows = [spans_of(chunk_sizes(parameter.shape[0], axis.size)) for parameter in self.parameters]
-        self.sizes = [sum(rows[rank][1] * _width(p) - rows[rank][0] * _width(p) for p, rows in self._pairs()) for rank in range(axis.size)]
+        self.rows = [_rows(parameter, axis.size) for parameter in self.parameters]
         self.updated = [
             Updated(
                 value=_precise(parameter) if axis.size == 1 else nn.Parameter(parameter.detach()[slice(*rows[axis.rank])].float().clone()),
@@ -157,34 +174,14 @@ class _Shard:
             for (parameter, held), rows in zip(members, self.rows, strict=True)
         ]
 
-    def _pairs(self) -> Iterable[tuple[nn.Parameter, tuple[Span, ...]]]:
-        return zip(self.parameters, self.rows, strict=True)
-
-    @staticmethod
-    def _pieces(x: Tensor, rows: tuple[Span, ...]) -> tuple[Tensor, ...]:
-        """The rows of every rank, flat."""
-        width = x.numel() // x.shape[0] if x.shape[0] else 0
-        return x.detach().reshape(-1).split([(stop - start) * width for start, stop in rows])
-
-    def reduce(self) -> None:
-        """The summed gradient of this rank's rows."""
-        if self.axis.group is None:
-            return
-        by_parameter = [self._pieces(gradient(parameter), rows) for parameter, rows in self._pairs()]
-        flat = torch.cat([piece for pieces in zip(*by_parameter, strict=True) for piece in pieces])
-        own = reduce_scatter(flat, 0, self.sizes, self.axis.group)
-        for each, grad in zip(self.updated, own.split([each.value.numel() for each in self.updated]), strict=True):
-            each.value.grad = grad.view_as(each.value)
-
     @torch.no_grad()
     def publish(self) -> None:
         """Every rank's new rows into the parameters."""
         if self.axis.group is None:
             return
         flat = torch.cat([each.value.detach().reshape(-1) for each in self.updated]).to(self.parameters[0].dtype)
-        everything = all_gather(flat, 0, self.sizes, self.axis.group)
-        by_parameter = [self._pieces(parameter, rows) for parameter, rows in self._pairs()]
-        targets = [piece for pieces in zip(*by_parameter, strict=True) for piece in pieces]
+        everything = all_gather(flat, 0, _sizes(self.parameters, self.rows), self.axis.group)
+        targets = _pieces(self.parameters, self.rows)
         torch._foreach_copy_(targets, everything.split([target.numel() for target in targets]))
 
 
@@ -193,5 +190,22 @@ def _precise(parameter: nn.Parameter) -> nn.Parameter:
     return parameter if parameter.dtype not in (torch.bfloat16, torch.float16) else nn.Parameter(parameter.detach().float())
 
 
-def _width(parameter: nn.Parameter) -> int:
-    return parameter.numel() // parameter.shape[0] if parameter.shape[0] else 0
+def _rows(parameter: nn.Parameter, ranks: int) -> tuple[Span, ...]:
+    """The rows that each rank updates."""
+    return spans_of(chunk_sizes(parameter.shape[0], ranks))
+
+
+def _sizes(parameters: Sequence[nn.Parameter], rows: Sequence[tuple[Span, ...]]) -> list[int]:
+    """Elements of all parameters that each rank updates."""
+    return [sum(sizes) for sizes in zip(*(_elements(p, each) for p, each in zip(parameters, rows, strict=True)), strict=True)]
+
+
+def _elements(x: Tensor, rows: tuple[Span, ...]) -> list[int]:
+    width = x.numel() // x.shape[0] if x.shape[0] else 0
+    return [(stop - start) * width for start, stop in rows]
+
+
+def _pieces(tensors: Sequence[Tensor], rows: Sequence[tuple[Span, ...]]) -> list[Tensor]:
+    """Rank by rank the rows of every tensor, flat."""
+    by_tensor = [x.detach().reshape(-1).split(_elements(x, each)) for x, each in zip(tensors, rows, strict=True)]
+    return [piece for pieces in zip(*by_tensor, strict=True) for piece in pieces]

@@ -23,6 +23,7 @@ from shardwise.mesh.groups import axis_name
 from shardwise.parallel.build import ParallelModel, parallelize_model
 from shardwise.parallel.part import Held
 from shardwise.parallel.pipeline import Loss, MicroBatch, Pipeline
+from shardwise.parallel.reduce import GradientSums
 from shardwise.parallel.step_optimizer import StepOptimizer
 from shardwise.parallel.topology import Topology, connect
 from shardwise.parallel.weights import trainable
@@ -152,6 +153,8 @@ def account(
     with mode, ledger:
         for stage in model.stages.values():
             ledger.hold((*stage.parameters(), *stage.buffers()), "weights")
+            for parameter in stage.parameters():  # before the optimizer's hooks, which may let the gradient go
+                parameter.register_post_accumulate_grad_hook(lambda each: ledger.hold((each.grad,), "gradients"))
         optimizer = StepOptimizer(model, lambda groups: _on_gpu(make_optimizer(config, groups)), config.optimizer.clip_grad)
         _start(optimizer, ledger)
         trainer = Trainer(model, optimizer)
@@ -169,7 +172,7 @@ def account(
         parameters=sum(parameter.numel() for parameter, _ in model.parameters),
         microbatches=layout.microbatches,
         peaks={phase: ledger.peak(phase) for phase in PHASES},
-        traffic=_traffic(everything, watched.sent, microbatches, layout.microbatches, model),
+        traffic=_traffic(everything, watched.sent, microbatches, layout.microbatches, model, optimizer.sums),
     )
 
 
@@ -180,13 +183,15 @@ class _Watched(Pipeline):
         vars(self).update(vars(pipeline))
         self.ledger, self.sent = ledger, Communication()
 
-    def train(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+    def train(self, batches: Sequence[MicroBatch], loss: Loss, sums: GradientSums | None = None) -> Tensor:
         def counted(logits: Tensor, labels: Tensor) -> Tensor:
             with self.ledger.loss():
                 return loss(logits, labels)
 
         with self.ledger.pipeline(), count_communication(self.sent):
-            return super().train(batches, counted)
+            total = super().train(batches, counted, sums)
+        self.ledger.hold(sums.flats if sums is not None else (), "gradients")
+        return total
 
 
 @contextmanager
@@ -257,10 +262,14 @@ def _samples(size: int, length: int) -> Samples:
     return Samples(tokens=tokens, labels=torch.zeros_like(tokens), positions=torch.arange(length).expand(size, length))
 
 
-def _traffic(everything: Communication, pipeline: Communication, wanted: int, count: int, model: ParallelModel) -> tuple[Traffic, ...]:
+def _traffic(
+    everything: Communication, pipeline: Communication, wanted: int, count: int, model: ParallelModel, sums: GradientSums
+) -> tuple[Traffic, ...]:
     """Messages of a whole step: those of the passes are the same for every micro batch, all others are sent once."""
     names = _names(model)
-    inside = {(r.collective, r.axis, r.direction): r for r in pipeline.records}
+    once = {axis_name(group): axis_name(model.topology[name].group) for name, group in sums.groups.items()}
+    names |= {own: names.get(axis, axis) for own, axis in once.items()}
+    inside = {(r.collective, r.axis, r.direction): r for r in pipeline.records if r.axis not in once}
     rows: dict[tuple[str, str], tuple[int, int]] = {}
     for r in everything.records:
         passes = inside.get((r.collective, r.axis, r.direction))

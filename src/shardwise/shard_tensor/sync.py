@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.collectives.buckets import buckets
 from shardwise.mesh.groups import axis_group
 from shardwise.shard_tensor.tensor import ShardTensor
 
@@ -44,30 +45,14 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     if verify:
         _verify_metadata(plain, group)
     with torch.no_grad():
-        for bucket in _buckets(list(plain.values())):
+        full = [t for t in plain.values() if t.numel()]
+        for bucket in buckets(full, key=lambda t: t.dtype, size=lambda t: t.nbytes, limit=BUCKET_BYTES):
             flat = torch.cat([t.reshape(-1) for t in bucket])
             dist.broadcast(flat, src=dist.get_global_rank(group, src_mesh_rank), group=group)
             for t, value in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 t.copy_(value.view(t.shape))
     if verify:
         _verify_values(plain, group)
-
-
-def _buckets(tensors: list[Tensor]):
-    """Runs of tensors of one dtype of at most BUCKET_BYTES."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        if t.numel():
-            by_dtype.setdefault(t.dtype, []).append(t)
-    for group in by_dtype.values():
-        bucket, size = [], 0
-        for t in group:
-            if bucket and size + t.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(t)
-            size += t.nbytes
-        yield bucket
 
 
 def _verify_metadata(plain: dict[str, Tensor], group) -> None:

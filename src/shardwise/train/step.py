@@ -60,7 +60,7 @@ class Trainer:
         batches, tokens = self._prepare(samples)
         self.optimizer.zero_grad()
         self.model.routers.start(weight=1.0 / (layout.microbatches * layout.dp), batch=layout.mbs)
-        total = self.pipeline.train(batches, self._loss(tokens))
+        total = self.pipeline.train(batches, self._loss(tokens), self.optimizer.sums if layout.overlap_grad_reduce else None)
         norm = self.optimizer.step()
         self.model.routers.update_bias()
         return StepResult(loss=self._everywhere(total), tokens=tokens, grad_norm=norm, routers=self._router_values())
