@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from shardwise.collectives import functional as comm
 from shardwise.mesh.groups import axis_group, flat_group
 from shardwise.random import follow_source
 from shardwise.shard_tensor.spec import ShardTensorSpec, Sizes, normalize_placements
@@ -82,8 +83,7 @@ def _all_shapes(local: Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], tuple[
     record[2 : 2 + local.ndim] = torch.tensor(tuple(local.shape), dtype=torch.int64)
     record = record.to(local.device)
     ranks = mesh.size()
-    gathered = record.new_empty(ranks * record.numel())
-    dist.all_gather_into_tensor(gathered, record, group=_mesh_group(mesh))
+    gathered = comm.all_gather(record, 0, [len(record)] * ranks, _mesh_group(mesh))
     rows = gathered.view(ranks, -1).tolist()
     if len({row[1] for row in rows}) != 1:
         raise ValueError(f"local dtypes {[str(DTYPES[row[1]]) for row in rows]} differ between ranks: convert the shards to one dtype")
@@ -146,6 +146,7 @@ def _agreed(local: Tensor, spec: ShardTensorSpec) -> ShardTensorSpec:
 # ---------------------------------------------------------------------- from one rank
 
 
+@torch.compiler.disable(reason="a ShardTensor is made outside of a graph")
 def scatter_tensor(
     tensor: Tensor | None,
     global_src: int,

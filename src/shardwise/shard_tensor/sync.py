@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.collectives import functional as comm
 from shardwise.collectives.buckets import buckets
 from shardwise.mesh.groups import axis_group
 from shardwise.shard_tensor.tensor import ShardTensor
@@ -67,9 +68,7 @@ def _verify_metadata(plain: dict[str, Tensor], group) -> None:
 
 def _verify_values(plain: dict[str, Tensor], group) -> None:
     sums = torch.stack([t.double().sum() if not t.is_complex() else t.abs().double().sum() for t in plain.values()])
-    everyone = sums.new_empty(dist.get_world_size(group) * len(sums))
-    dist.all_gather_into_tensor(everyone, sums, group=group)
-    rows = everyone.view(-1, len(sums))
+    rows = comm.all_gather(sums, 0, [len(sums)] * group.size(), group).view(-1, len(sums))
     different = (rows != rows[0]).any(0) & ~(rows.isnan().all(0))
     if different.any():
         names = [name for name, bad in zip(plain, different.tolist(), strict=True) if bad]

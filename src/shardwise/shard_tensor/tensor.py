@@ -113,6 +113,7 @@ class ShardTensor(torch.Tensor):
     # ------------------------------------------------------------------ building
 
     @staticmethod
+    @torch.compiler.disable(reason="a ShardTensor is made outside of a graph")
     def from_local(
         local: Tensor,
         device_mesh: DeviceMesh,
@@ -135,6 +136,7 @@ class ShardTensor(torch.Tensor):
         return from_local(local, spec)
 
     @staticmethod
+    @torch.compiler.disable(reason="a ShardTensor is made outside of a graph")
     def from_dtensor(dtensor) -> ShardTensor:
         """The same tensor as a `ShardTensor` (differentiable, no communication); a `ShardTensor` is returned as it is."""
         if isinstance(dtensor, ShardTensor):
