@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives.counter import count_communication
 from shardwise.collectives.functional import (
     all_gather,
     all_reduce,
@@ -14,6 +15,7 @@ from shardwise.collectives.functional import (
     reduce_scatter,
     ring_shift,
     start_all_reduce,
+    start_reduce_scatter,
     sum_forward,
     sum_gradient,
 )
@@ -317,6 +319,20 @@ def test_what_comes_from_other_layouts_is_contiguous_and_right(world):
 def test_wrong_local_size_is_refused_with_numbers(world):
     with pytest.raises(ValueError, match=r"5 rows on dim 0 .* \(4, 2\)"):
         all_gather(torch.zeros(4, 2), 0, (5, 5), axis_group(world.mesh))
+
+
+@ranks(3, processes=True)
+def test_started_sums_keep_each_ranks_elements(world):
+    group = axis_group(world.mesh)
+    for sizes in SIZES[3]:
+        xs = [torch.arange(float(sum(sizes))) * (r + 1) for r in range(3)]
+        with count_communication() as counted:
+            pending = start_reduce_scatter(xs[world.rank], sizes, group)
+        expected = sum(xs).split(sizes)[world.rank]
+        assert torch.equal(pending.wait(), expected) and torch.equal(pending.wait(), expected)
+        assert counted.bytes == 4 * (sum(sizes) - sizes[world.rank])
+    with pytest.raises(ValueError, match="the sizes say 5 rows"):
+        start_reduce_scatter(torch.zeros(4), (5, 0, 0), group)
 
 
 @ranks(2)
