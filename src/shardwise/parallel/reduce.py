@@ -66,7 +66,8 @@ class GradientSums:
     Late gradients are summed after the backward, once all that is to be added to them on this stage replica is there: those with pending
     sums, tied copies, and of parameters that need none.
 
-    start: starts the sum of some parameters' gradients. Communication on creation: a group for dense parameters and one for experts.
+    start: starts the sum of some parameters' gradients. Communication on creation: a group for dense parameters and one for experts, and
+    a number over each.
     """
 
     def __init__(self, model: ParallelModel, start: Start) -> None:
@@ -177,7 +178,10 @@ def _groups(model: ParallelModel) -> dict[str, dist.ProcessGroup]:
     topology = model.topology
     used = {_axis(held) for _, held in model.parameters}
     axes = {name: topology[name] for name in ("dp_cp", "expt_dp") if name in used and topology[name].group is not None}
-    return {name: topology.maker.another(axis.ranks, f"{name}_gradients") for name, axis in axes.items()}
+    groups = {name: topology.maker.another(axis.ranks, f"{name}_gradients") for name, axis in axes.items()}
+    for group in groups.values():  # NCCL connects at the first message, which blocks: not in a backward
+        dist.all_reduce(torch.zeros(1, device=model.parameters[0][0].device), group=group)
+    return groups
 
 
 def _order(model: ParallelModel) -> list[tuple[nn.Parameter, Held]]:
