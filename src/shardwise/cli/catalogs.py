@@ -8,7 +8,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.render import Footnotes, print_json, print_lines, print_table
+from shardwise.cli.render import Footnotes, note, print_json, print_lines, print_table
 from shardwise.spec import catalog
 
 Filter = Annotated[str | None, typer.Argument(metavar="[WORD]", help="show names that contain WORD", show_default=False)]
@@ -54,6 +54,8 @@ def models(word: Filter = None, as_json: opt.Json = False) -> int:
         ]
         print_table(f"{len(rows)} models", ("name", "B", "active", "layers", "experts", "source"), rows)
         print_lines(notes.lines())
+    if not found:
+        note(f"no model has {word!r} in its name; shardwise models lists all")
     return OK if found else FINDING
 
 
@@ -102,4 +104,6 @@ def hardware(word: Filter = None, as_json: opt.Json = False) -> int:
         rows = [(link.name, f"{link.bandwidth / 1e9:.4g}", f"{link.latency * 1e6:.1f}", notes.mark(link.source)) for link in links]
         print_table("Links, one direction", ("link", "GB/s", "us", "source"), rows)
         print_lines(notes.lines())
+    if not chosen and not links:
+        note(f"no GPU or link has {word!r} in its name; shardwise hardware lists all")
     return OK if chosen or links else FINDING

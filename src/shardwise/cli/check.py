@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 from shardwise.cli.inputs import (
+    can_write,
     counts_in_range,
     follow_model,
     framework_name,
+    framework_word,
+    in_range,
     read_all,
     read_cluster,
     read_layout,
@@ -51,25 +54,25 @@ def check(
 
     Exit code 1 when a rule refuses the layout or it does not fit.
     """
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
     if not layout:
         raise InputError(
             given="check without LAYOUT", why="there is nothing to judge", try_="words like tp=4 pp=2 mbs=1 gbs=512, or a file"
         )
-    source, rules = read_all(lambda: read_source(layout, world=gpus, options=True), lambda: framework_name(framework))
+    source = read_source(layout, world=in_range("gpus", gpus), options=True)
     settings = source.settings
-    rules = framework_name(str(settings.get("framework", rules)))
-    world = gpus or _count(settings, "gpus")
-    seq_len = _count(settings, "seq_len") or seq_len
-    kind, per_node = str(settings.get("gpu", gpu)), gpus_per_node or _count(settings, "gpus_per_node")
-    network = interconnect or settings.get("interconnect")
-    chosen, spec, cluster = read_all(
-        lambda: read_layout(source, world=world, gbs=global_batch, precision=precision, framework=rules),
-        lambda: read_model(model, settings),
+    world = in_range("gpus", gpus) or settings.get("gpus")
+    per_node = in_range("gpus_per_node", gpus_per_node) or settings.get("gpus_per_node")
+    kind, network = settings.get("gpu", gpu), settings.get("interconnect") if interconnect is None else interconnect
+    name, samples = settings.get("framework", framework), in_range("global_batch", global_batch)
+    _, _, rules, chosen, spec, cluster = read_all(
+        lambda: counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch),
+        lambda: can_write(html=html, trace=trace),
+        lambda: framework_name(name),
+        lambda: read_layout(source, world=world, gbs=samples, precision=precision, framework=framework_word(name)),
+        lambda: _model(model, settings),
         lambda: read_cluster(kind, world or 1, gpus_per_node=per_node, interconnect=network),
     )
-    if spec is None:
-        raise InputError(given="check without --model", why="heads, layers and memory depend on it", try_="--model llama-3.1-70b")
+    seq_len = settings.get("seq_len", seq_len)
     chosen = follow_model(chosen, source, spec)
     if world is None:
         cluster = read_cluster(kind, chosen.world, gpus_per_node=per_node, interconnect=network)
@@ -86,11 +89,11 @@ def check(
     return FINDING if bad else OK
 
 
-def _count(settings: dict[str, Any], name: str) -> int | None:
-    value = settings.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise InputError(given=f"{name}: {value!r}", why="it must be a whole number of at least 1", try_=f"{name}: 8")
-    return value
+def _model(name: str | None, settings: Mapping[str, Any]) -> ModelSpec:
+    spec = read_model(name, settings)
+    if spec is None:
+        raise InputError(given="check without --model", why="heads, layers and memory depend on it", try_="--model llama-3.1-70b")
+    return spec
 
 
 def judge_layout(

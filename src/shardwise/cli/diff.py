@@ -9,12 +9,23 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import counts_in_range, framework_name, read_cluster, read_layout, read_model, read_source
+from shardwise.cli.inputs import (
+    counts_in_range,
+    framework_name,
+    framework_word,
+    in_range,
+    read_all,
+    read_cluster,
+    read_layout,
+    read_model,
+    read_source,
+)
 from shardwise.cli.render import print_json, print_lines, print_table, seconds
 from shardwise.errors import LayoutError
 from shardwise.planner.diff import COMMUNICATION, Delta, changes, memory_deltas, time_deltas
 
 if TYPE_CHECKING:
+    from shardwise.cli.inputs import Source
     from shardwise.planner.estimator import Estimator
     from shardwise.planner.memory import MemoryEstimate
     from shardwise.planner.search import Judge
@@ -45,30 +56,39 @@ def diff(
 
     With --log: the likely causes of a failure or slowdown, and the cheapest remedies in order. Exit code 1 when they differ.
     """
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
-    rules = framework_name(framework)
     from shardwise.planner.logs import read_log
 
-    record = read_log(log) if log else None
-    layouts, settings = [], {}
-    for config in (a, b):
-        source = read_source(_words(config), world=gpus)
-        settings |= source.settings
-        world = gpus or source.settings.get("gpus")
-        layouts.append(read_layout(source, world=world, gbs=global_batch, precision=None, framework=rules))
-    before, after = layouts
+    sources = [read_source(_words(config), world=in_range("gpus", gpus)) for config in (a, b)]
+    settings = sources[0].settings | sources[1].settings
+    name, samples = settings.get("framework", framework), in_range("global_batch", global_batch)
+    kind, network = settings.get("gpu", gpu), settings.get("interconnect") if interconnect is None else interconnect
+    per_node = in_range("gpus_per_node", gpus_per_node) or settings.get("gpus_per_node")
+    seq_len = settings.get("seq_len", seq_len)
+
+    def read(source: Source) -> Layout:
+        world = in_range("gpus", gpus) or source.settings.get("gpus")
+        return read_layout(source, world=world, gbs=samples, precision=None, framework=framework_word(name))
+
+    _, rules, record, before, after, spec, _ = read_all(
+        lambda: counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch),
+        lambda: framework_name(name),
+        lambda: read_log(log) if log else None,
+        lambda: read(sources[0]),
+        lambda: read(sources[1]),
+        lambda: read_model(model, settings),
+        lambda: read_cluster(kind, 1, gpus_per_node=per_node, interconnect=network),
+    )
+    layouts = [before, after]
     changed = changes(before, after)
     answer: dict[str, Any] = {"changes": [vars(change) for change in changed]}
-    spec = read_model(model, settings)
     estimators: list[Estimator] = []
     judge: Judge | None = None
     if spec:
         from shardwise.cli.judging import judge_of, stack_of
         from shardwise.planner.estimator import Estimator
 
-        kind = str(settings.get("gpu", gpu))
         for layout in layouts:
-            cluster = read_cluster(kind, gpus or layout.world, gpus_per_node=gpus_per_node, interconnect=interconnect)
+            cluster = read_cluster(kind, gpus or layout.world, gpus_per_node=per_node, interconnect=network)
             estimators.append(Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules)))
         judge = judge_of(spec, estimators[1].cluster, seq_len=seq_len, framework=rules)
     predicted = [_predict(estimator, layout) for estimator, layout in zip(estimators, layouts)]
@@ -87,7 +107,7 @@ def diff(
 
 
 def _words(config: str) -> list[str]:
-    return [config] if Path(config).exists() or "=" not in config else config.split()
+    return [config] if "=" not in config or not config.strip() else config.split()
 
 
 def _predict(estimator: Estimator, layout: Layout) -> tuple[MemoryEstimate, StepTimeEstimate] | None:

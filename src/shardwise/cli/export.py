@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import counts_in_range, framework_name, read_layout, read_source
+from shardwise.cli.inputs import can_write, counts_in_range, framework_name, framework_word, in_range, read_all, read_layout, read_source
 from shardwise.cli.render import note, print_json
 from shardwise.errors import InputError
 from shardwise.planner.exporters import READERS, WRITERS, slurm
@@ -31,18 +31,23 @@ def export(
     as_json: opt.Json = False,
 ) -> int:
     """Write LAYOUT for Megatron-LM, Megatron Bridge, torchtitan or SLURM. `shardwise check` reads the result back."""
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, global_batch=global_batch)
-    target = {"megatron": "megatron-lm", "bridge": "megatron-bridge", "titan": "torchtitan"}.get(to.lower(), to.lower())
-    if target not in WRITERS:
-        near = get_close_matches(target, WRITERS, n=2, cutoff=0.4) or list(WRITERS)
-        raise InputError(given=f"--to {to}", why="there is no such exporter", try_=" | ".join(near))
     if not layout:
         raise InputError(
             given="export without LAYOUT", why="there is nothing to write", try_="shardwise export tp=4 pp=2 gbs=64 --to slurm"
         )
-    source = read_source(layout, world=gpus)
-    rules = "torchtitan" if target == "torchtitan" else framework_name(framework)
-    chosen = read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework=rules)
+    source = read_source(layout, world=in_range("gpus", gpus))
+    world, samples = in_range("gpus", gpus) or source.settings.get("gpus"), in_range("global_batch", global_batch)
+    name = "torchtitan" if to.lower() in ("titan", "torchtitan") else framework_word(source.settings.get("framework", framework))
+    target, _, _, _, chosen = read_all(
+        lambda: _target(to),
+        lambda: counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, global_batch=global_batch),
+        lambda: can_write(output=output),
+        lambda: framework_name(source.settings.get("framework", framework)),
+        lambda: read_layout(source, world=world, gbs=samples, precision=precision, framework=name),
+    )
+    if world is not None and chosen.world != world:
+        given, size = f"{world} GPUs, tp={chosen.tp} cp={chosen.cp} pp={chosen.pp} dp={chosen.dp}", chosen.tp * chosen.cp * chosen.pp
+        raise InputError(given=given, why=f"TP*CP*PP*DP is {chosen.world}", try_=f"--gpus with a multiple of {size}, and no dp=")
     text = slurm.write(chosen, gpus_per_node=gpus_per_node or 8) if target == "slurm" else WRITERS[target](chosen)
     same = READERS[target](text, None) == chosen
     if output:
@@ -57,6 +62,14 @@ def export(
     if not same:
         note(f"{target} has no setting for some of: " + ", ".join(_lost(chosen, READERS[target](text, None))))
     return OK if same else FINDING
+
+
+def _target(to: str) -> str:
+    target = {"megatron": "megatron-lm", "bridge": "megatron-bridge", "titan": "torchtitan"}.get(to.lower(), to.lower())
+    if target not in WRITERS:
+        near = get_close_matches(target, WRITERS, n=2, cutoff=0.4) or list(WRITERS)
+        raise InputError(given=f"--to {to}", why="there is no such exporter", try_=" | ".join(near))
+    return target
 
 
 def _lost(before: object, after: object) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import LayoutError
 from shardwise.planner.rules import check_layout
 from shardwise.planner.rules.sizing import table_findings
 
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 # framework whose rules apply: software profile whose measured efficiencies are used
 _STACKS = {"megatron-core": "megatron-lm", "bridge": "megatron-bridge", "torchtitan": "torchtitan", "shardwise": "torchtitan"}
+
+
+_ANY_LAYOUT = ("C16", "R1", "R11")  # rules about sequence length, number format and GPU, which no layout changes
+
+
+def refuse_hopeless(findings: Sequence[Finding]) -> None:
+    """Raise `LayoutError` with the errors that every layout has."""
+    hopeless = [finding for finding in findings if finding.severity == "error" and finding.rule in _ANY_LAYOUT]
+    if hopeless:
+        raise LayoutError(hopeless)
 
 
 def stack_of(framework: str) -> str:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import counts_in_range, framework_name, read_layout, read_model, read_source
+from shardwise.cli.inputs import (
+    counts_in_range,
+    framework_name,
+    framework_word,
+    in_range,
+    read_all,
+    read_cluster,
+    read_layout,
+    read_model,
+    read_source,
+)
 from shardwise.cli.render import print_findings, print_json, print_lines, print_table
 from shardwise.errors import Finding, InputError
 from shardwise.spec import grammar
@@ -36,20 +46,24 @@ def min_gpus(
     With --model and no LAYOUT: the fewest GPUs the model trains on, and why fewer do not do. With --gpus: what the layout
     gives on that many.
     """
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch)
-    rules = framework_name(framework)
+    if not layout and model is None:
+        raise InputError(given="no LAYOUT and no --model", why="there is nothing to size", try_="shardwise min-gpus pp=2 tp=2 ep=8")
+    source = read_source(layout or (), world=in_range("gpus", gpus))
+    kind, network = source.settings.get("gpu", gpu), source.settings.get("interconnect") if interconnect is None else interconnect
+    per_node, samples = in_range("gpus_per_node", gpus_per_node), in_range("global_batch", global_batch)
+    name = source.settings.get("framework", framework)
+    _, rules, chosen, spec, cluster = read_all(
+        lambda: counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch),
+        lambda: framework_name(name),
+        lambda: read_layout(source, world=None, gbs=samples, precision=precision, framework=framework_word(name)),
+        lambda: read_model(model, source.settings),
+        lambda: read_cluster(kind, 1, gpus_per_node=per_node, interconnect=network),
+    )
     if not layout:
-        if model is None:
-            raise InputError(given="no LAYOUT and no --model", why="there is nothing to size", try_="shardwise min-gpus pp=2 tp=2 ep=8")
         from shardwise.cli.min_gpus_model import report
 
-        return report(
-            model, gpu, gpus_per_node, interconnect, seq_len, global_batch or 0, precision or "bf16", rules, limit=gpus, as_json=as_json
-        )
-    source = read_source(layout, world=gpus)
-    chosen = read_layout(source, world=None, gbs=global_batch, precision=precision, framework=rules)
+        return report(spec, cluster, seq_len, chosen.replace(gbs=global_batch or 1), rules, limit=gpus, as_json=as_json)
     given = {grammar.field_of(word.partition("=")[0]) for word in source.words}
-    spec = read_model(model, source.settings)
     return _print(chosen, {str(name) for name in given} if source.layout is None else set(), rules, spec, gpus, as_json)
 
 

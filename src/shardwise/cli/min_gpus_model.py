@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
-from shardwise.cli.inputs import Source, read_cluster, read_layout, read_model
+from shardwise.cli.judging import refuse_hopeless
 from shardwise.cli.render import gib, note, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from shardwise.planner.certificate import Certificate
+    from shardwise.spec.cluster import Cluster
+    from shardwise.spec.layout import Layout
+    from shardwise.spec.model import ModelSpec
 
 LIMIT = 16384  # GPUs tried when no limit is given
 
 
 def report(
-    model: str,
-    gpu: str,
-    gpus_per_node: int | None,
-    interconnect: str | None,
+    spec: ModelSpec,
+    cluster: Cluster,
     seq_len: int,
-    gbs: int,
-    precision: str,
+    base: Layout,
     framework: str,
     *,
     limit: int | None,
     as_json: bool,
 ) -> int:
-    """Find the smallest world of ``model`` and print it; exit code 1 when none up to the limit fits."""
+    """Find the smallest world of ``spec`` on GPUs like those of ``cluster`` and print it; exit code 1 when none up to the limit fits."""
     from shardwise.cli.judging import judge_of, stack_of
     from shardwise.cli.present import print_memory, short
     from shardwise.planner.certificate import certify
 
-    spec = read_model(model, {})
-    assert spec is not None
-    source = Source(words=(), settings={})
-    base = read_layout(source, world=1, gbs=gbs or 1, precision=precision, framework="bridge")
+    refuse_hopeless(judge_of(spec, cluster, seq_len=seq_len, framework=framework)(base))
     certificate = certify(
         spec,
-        lambda size: read_cluster(gpu, size, gpus_per_node=gpus_per_node, interconnect=interconnect),
+        lambda size: replace(cluster, gpus=size),
         base,
         seq_len=seq_len,
         framework=framework,
@@ -51,7 +49,7 @@ def report(
     if as_json:
         print_json(certificate_json(certificate))
         return OK if plan else FINDING
-    print_lines([f"{spec.name} on {gpu}, sequence {seq_len}", *certificate_lines(certificate)])
+    print_lines([f"{spec.name} on {cluster.gpu.name}, sequence {seq_len}", *certificate_lines(certificate)])
     if plan:
         print_lines([f"layout: {short(plan.layout)}", ""])
         print_memory(plan.memory)

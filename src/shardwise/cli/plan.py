@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,8 +24,6 @@ Flops = Annotated[
     float | None, typer.Option("--flops", help="of a traced module: forward and backward FLOPs per sample", show_default=False)
 ]
 Spatial = Annotated[bool, typer.Option("--spatial-params", help="of a traced module: shard parameters as large as the grid")]
-
-ANY_LAYOUT = ("C16", "R1", "R11")  # rules about sequence length, number format and GPU, which no layout changes
 
 
 def plan(
@@ -57,13 +55,49 @@ def plan(
     LAYOUT words fix a choice (tp=8 keeps the search to TP 8). With --parameters, --activation-gib and --grid instead of
     --model: the ddp x domain split of any traced module.
     """
-    from shardwise.cli.inputs import counts_in_range, framework_name, read_all, read_cluster, read_layout, read_model, read_source
-    from shardwise.errors import InputError, LayoutError
+    from shardwise.cli.inputs import (
+        can_write,
+        counts_in_range,
+        framework_name,
+        framework_word,
+        in_range,
+        read_all,
+        read_cluster,
+        read_layout,
+        read_model,
+        read_source,
+    )
+    from shardwise.errors import InputError
 
-    counts_in_range(gpus=gpus, gpus_per_node=gpus_per_node, seq_len=seq_len, global_batch=global_batch, top=top, rehearse=rehearse or None)
-    if parameters is not None or activation_gib is not None or grid is not None:
+    counts: dict[str, int | None] = {
+        "gpus": gpus,
+        "gpus_per_node": gpus_per_node,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "top": top,
+    }
+    counts |= {"rehearse": rehearse or None}
+    module = {"--parameters": parameters, "--activation-gib": activation_gib, "--grid": grid, "--flops": flops}
+    if spatial_params or any(value is not None for value in module.values()):
         from shardwise.cli.plan_domain import plan_module
 
+        read_all(lambda: counts_in_range(**counts), lambda: framework_name(framework))
+        others: dict[str, Any] = {
+            "--model": model,
+            "LAYOUT": layout or None,
+            "--precision": precision,
+            "--why-not": why_not,
+            "--html": html,
+            "--trace": trace,
+        }
+        others |= {"--fewer-gpus": fewer_gpus or None, "--rehearse": rehearse or None}
+        if both := [name for name, value in others.items() if value is not None]:
+            own = [name for name, value in (module | {"--spatial-params": spatial_params or None}).items() if value is not None]
+            raise InputError(
+                given=" ".join((*own, *both)),
+                why=f"{', '.join(own)} of a traced module and {', '.join(both)} of a model exclude each other",
+                try_="one of the two groups",
+            )
         return plan_module(
             gpu, gpus, gpus_per_node, interconnect, global_batch, parameters, activation_gib, grid, flops, spatial_params, as_json=as_json
         )
@@ -75,31 +109,34 @@ def plan(
             try_="shardwise plan --model llama-3.1-70b --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512",
         )
     from shardwise.cli import plan_print
-    from shardwise.cli.judging import judge_of, stack_of
+    from shardwise.cli.judging import judge_of, refuse_hopeless, stack_of
     from shardwise.cli.render import note, print_json
     from shardwise.planner.estimator import Estimator
     from shardwise.planner.search import search
     from shardwise.planner.space import space_of
 
-    rules = framework_name(framework)
-    source = read_source(layout or (), world=gpus, options=True)
-    spec, cluster, base = read_all(
+    world, samples, per_node = in_range("gpus", gpus), in_range("global_batch", global_batch), in_range("gpus_per_node", gpus_per_node)
+    source = read_source(layout or (), world=world, options=True)
+    against_words = None if why_not is None else read_source(why_not.split() or [why_not], world=world)
+    reading: dict[str, Any] = {"world": world, "gbs": samples, "precision": precision, "framework": framework_word(framework)}
+    _, _, rules, spec, cluster, base, named = read_all(
+        lambda: counts_in_range(**counts),
+        lambda: can_write(html=html, trace=trace),
+        lambda: framework_name(framework),
         lambda: read_model(model, {}),
-        lambda: read_cluster(gpu, gpus, gpus_per_node=gpus_per_node, interconnect=interconnect),
-        lambda: read_layout(source, world=gpus, gbs=global_batch, precision=precision, framework=rules),
+        lambda: read_cluster(gpu, world or 1, gpus_per_node=per_node, interconnect=interconnect),
+        lambda: read_layout(source, **reading),
+        lambda: None if against_words is None else read_layout(against_words, **reading),
     )
     space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
     judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules, options=source.options)
-    hopeless = [each for each in judge(base) if each.severity == "error" and each.rule in ANY_LAYOUT]
-    if hopeless:
-        raise LayoutError(hopeless)
+    refuse_hopeless(judge(base))
     result = search(estimator, base, space, judge=judge, top=top, uneven=rules != "torchtitan")
     reason = None
-    if why_not:
+    if named is not None:
         from shardwise.planner.why_not import why_not as against
 
-        named = read_layout(read_source(why_not.split(), world=gpus), world=gpus, gbs=global_batch, precision=precision, framework=rules)
         reason = against(estimator, named, result.plans[0] if result.plans else None, judge=judge)
     certificate = plan_print.certificate_of(spec, cluster, base, seq_len, rules, gpu, gpus_per_node, interconnect, quiet=as_json)
     fewer = []

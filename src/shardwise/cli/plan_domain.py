@@ -38,9 +38,13 @@ def plan_module(
         )
     if not re.fullmatch(r"[1-9]\d{0,6}(x[1-9]\d{0,6}){0,4}", grid):
         raise InputError(given=f"--grid {grid}", why="it must be extents of at least 1 joined by x", try_="--grid 2048x2048")
-    if not (parameters >= 1 and 0 <= activation_gib < 1e9 and (flops or 0.0) >= 0):
+    sizes = {"--parameters": (parameters, 1, 1e15), "--activation-gib": (activation_gib, 0, 1e9), "--flops": (flops or 0.0, 0, 1e24)}
+    wrong = {name: given for name, given in sizes.items() if not given[1] <= given[0] <= given[2]}
+    if wrong:
         raise InputError(
-            given=f"--parameters {parameters} --activation-gib {activation_gib}", why="sizes must not be negative", try_="positive numbers"
+            given=" ".join(f"{name} {value:g}" for name, (value, _, _) in wrong.items()),
+            why="sizes must not be negative, and finite",
+            try_=", ".join(f"{name} from {least:g} to {most:g}" for name, (_, least, most) in wrong.items()),
         )
     model = GridModel(
         name="traced module",

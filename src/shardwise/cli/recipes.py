@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from shardwise.cli import OK
+from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 
 
@@ -24,8 +25,8 @@ def recipes(
 
     if keys:
         names = [key for key in all_keys(RunConfig()) if match is None or match in key]
-        print_json(names) if as_json else print("\n".join(names))
-        return OK
+        print_json(names) if as_json else print("\n".join(names), end="\n" * bool(names))
+        return _found(names, f"no key has {match!r} in its name; shardwise recipes --keys lists all")
     rows = []
     for name, make in RECIPES.items():
         if match is None or match in name:
@@ -37,4 +38,12 @@ def recipes(
         print_json(rows)
     elif rows:
         print_table("", list(rows[0]), [list(row.values()) for row in rows], text=(0, 1))
-    return OK
+    return _found(rows, f"no recipe has {match!r} in its name; shardwise recipes lists all")
+
+
+def _found(found: Sequence[object], why_not: str) -> int:
+    from shardwise.cli.render import note
+
+    if not found:
+        note(why_not)
+    return OK if found else FINDING

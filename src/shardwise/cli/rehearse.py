@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.inputs import counts_in_range, read_cluster
+from shardwise.cli.inputs import counts_in_range, in_range, read_all, read_cluster
 from shardwise.cli.render import gib, note, print_json, print_lines, print_table
-from shardwise.cli.run import print_error
+from shardwise.cli.run import refused
 from shardwise.cli.train import Overrides, RecipeName
 from shardwise.errors import LayoutError
 
@@ -41,16 +41,18 @@ def rehearse(
     from shardwise.train.overrides import apply
     from shardwise.train.plan import layout_of, plan
 
-    counts_in_range(gpus=gpus)
-    config = apply(named(recipe), overrides or [])
+    _, config, cluster = read_all(
+        lambda: counts_in_range(gpus=gpus),
+        lambda: apply(named(recipe), overrides or []),
+        lambda: read_cluster(gpu, in_range("gpus", gpus) or 1, gpus_per_node=None, interconnect=None),
+    )
     config.mixed_precision = config.mixed_precision or "bf16_mixed"  # what a GPU run takes
     world = gpus or min_world(layout_of(config, 1))
-    cluster = read_cluster(gpu, world, gpus_per_node=None, interconnect=None)
+    cluster = replace(cluster, gpus=world)
     try:
         chosen = plan(config, world)
     except LayoutError as error:
-        print_error(error, as_json=as_json)
-        return FINDING
+        return refused(error, as_json=as_json)
     from shardwise.rehearse.compare import Comparer
     from shardwise.rehearse.step import rehearse as rehearse_all
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import typer
 
-from shardwise.cli import BAD_USAGE
-from shardwise.errors import ShardwiseError
+from shardwise.cli import BAD_USAGE, FINDING
+from shardwise.errors import InputError, LayoutError, ShardwiseError
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # what the parser refuses: options without values, missing arguments
 
 
 def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
@@ -22,7 +24,37 @@ def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> No
     if "layout" in signature(function).parameters:  # --tensor-model-parallel-size 4 is a layout word
         context["ignore_unknown_options"] = True
     app.command(name, context_settings=context)(_guarded(function, "--json" in arguments))
-    typer.main.get_command(app).main(list(arguments), prog_name=f"shardwise {name}")
+    command = typer.main.get_command(app)
+    as_json = "--json" in arguments
+    try:
+        _given_once(command, arguments)
+        code = command.main(list(arguments), prog_name=f"shardwise {name}", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except ShardwiseError as error:
+        print_error(error, as_json=as_json)
+        code = BAD_USAGE
+    except _USAGE_ERROR as error:
+        why = error.format_message().rstrip(".")
+        print_error(InputError(given=" ".join((name, *arguments)), why=why, try_=f"shardwise {name} --help"), as_json=as_json)
+        code = BAD_USAGE
+    sys.exit(code)
+
+
+def _given_once(command: Any, arguments: Sequence[str]) -> None:
+    """Refuse options that are given several times: one of the values would be dropped."""
+    own = {name: each for each in command.params if not getattr(each, "is_flag", False) for name in each.opts if name.startswith("-")}
+    words = [word.partition("=")[0] for word in arguments]
+    given = [own[word].opts[0] for word in words if word in own]
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        raise InputError(given=" ".join(f"{name} {name}" for name in twice), why="it is given more than once", try_="each option once")
+
+
+def refused(error: LayoutError, *, as_json: bool) -> int:
+    """Print why a layout was refused; the exit code. Degrees below 1 are no layout but bad usage."""
+    print_error(error, as_json=as_json)
+    return BAD_USAGE if any(finding.rule == "W4" for finding in error.findings) else FINDING
 
 
 def _guarded(function: Callable[..., Any], as_json: bool) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
-from shardwise.cli.run import print_error
+from shardwise.cli.run import refused
 from shardwise.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def train(
     try:
         chosen = plan(config, world)
     except LayoutError as error:
-        if os.environ.get("RANK", "0") == "0":  # the other ranks found the same
-            print_error(error, as_json=as_json)
-        return FINDING
+        if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
+            return FINDING
+        return refused(error, as_json=as_json)
     if dry_run:
         _show(chosen, as_json)
         return OK

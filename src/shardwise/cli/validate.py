@@ -67,6 +67,9 @@ def read_table(path: Path) -> list[dict[str, str]]:
     except csv.Error as error:
         raise InputError(given=str(path), why=f"the CSV is broken: {error}", try_="a whole file; it may have been cut off") from None
     recipes = "recipe" in head
+    twice = sorted({name for name in head if head.count(name) > 1})
+    if twice:
+        raise InputError(given=str(path), why=f"columns appear twice: {', '.join(twice)}", try_="each column once")
     missing = [name for name in (recipe_table.COLUMNS if recipes else _NEEDED) if name not in head]
     if missing:
         raise InputError(

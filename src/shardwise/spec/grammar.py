@@ -21,7 +21,10 @@ from shardwise.spec.ranks import min_world
 RECOMPUTE_MODULES = (
     "core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts", "mhc", "gdn_norm_out", "op",
 )  # fmt: skip
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp")
 _MAX = 10**9
+_MOST_RANKS = 1 << 20  # of a degree
+_DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "vpp")
 
 # other spellings of a field: Megatron Core and Megatron-LM names, then everyday ones
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -98,21 +101,21 @@ _OPTIONAL = (
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
-def _integer(least: int) -> Callable[[str], int]:
+def _integer(least: int, most: int = _MAX) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,10}", text):
-            raise ValueError(f"a whole number of at least {least}")
+            raise ValueError(f"a whole number from {least} to {most}" if text.isdigit() else f"a whole number of at least {least}")
         value = int(text)
-        if not least <= value <= _MAX:
-            raise ValueError(f"a whole number of at least {least}" if value < least else f"a number up to {_MAX}")
+        if not least <= value <= most:
+            raise ValueError(f"a whole number of at least {least}" if value < least else f"a number up to {most}")
         return value
 
     return read
 
 
 def _number(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,9})?", text):
-        raise ValueError("a number such as 1.25")
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,9})?", text) or not float(text):
+        raise ValueError("a number above 0 such as 1.25")
     return float(text)
 
 
@@ -140,7 +143,9 @@ def _choice(field: str) -> Callable[[str], str]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = [part for part in re.split(r"[,x\s]+", text.strip("[]() ")) if part]
-    return tuple(_integer(1)(part) for part in parts)
+    if not parts:
+        raise ValueError("sizes such as 2x4")
+    return tuple(_integer(1, _MOST_RANKS)(part) for part in parts)
 
 
 def read_recompute(text: str) -> Recompute:
@@ -163,7 +168,7 @@ def read_recompute(text: str) -> Recompute:
 
 
 def read_offload(text: str) -> Offload:
-    """`none`, or parts joined by commas: `optimizer:0.5`, `layers:4`, `modules:core_attn+mlp`. Raises `ValueError` with what to write."""
+    """`none`, or parts joined by commas: `optimizer:0.5`, `layers:4`, `modules:core_attn`. Raises `ValueError` with what to write."""
     values: dict[str, Any] = {}
     for part in text.split(",") if text.strip() != "none" else ():
         kind, _, rest = part.strip().partition(":")
@@ -171,8 +176,10 @@ def read_offload(text: str) -> Offload:
             values["optimizer"] = float(rest or "1")
         elif kind == "layers" and re.fullmatch(r"[0-9]{1,5}", rest):
             values["activation_layers"] = int(rest)
+        elif kind == "modules" and all(module in OFFLOAD_MODULES for module in rest.split("+")):
+            values["activation_modules"] = tuple(rest.split("+"))
         elif kind == "modules" and rest:
-            values["activation_modules"] = tuple(module for module in rest.split("+") if module)
+            raise ValueError("modules:NAME+NAME of " + ", ".join(OFFLOAD_MODULES))
         else:
             raise ValueError("none, optimizer:FRACTION, layers:N, modules:NAME+NAME")
     return Offload(**values)
@@ -190,7 +197,7 @@ def _reader(field: str) -> Callable[[str], Any]:
     }
     if field in special:
         return special[field]
-    return _boolean if isinstance(_FIELDS[field].default, bool) else _integer(1)
+    return _boolean if isinstance(_FIELDS[field].default, bool) else _integer(1, _MAX if field in ("mbs", "gbs") else _MOST_RANKS)
 
 
 def names() -> tuple[str, ...]:
@@ -243,7 +250,7 @@ def read_values(words: Iterable[str]) -> dict[str, Any]:
         except LayoutError as error:
             problems.extend(error.findings)
         except ValueError as error:
-            rule = "W4" if field in ("tp", "cp", "dp", "pp", "ep", "etp", "vpp") else "G4"
+            rule = "W4" if field in _DEGREES else "G4"
             problems.append(_problem(rule, repr(word), f"{text!r} is no value for {field}", f"{field}= {error}"))
     if seen.get("sharding", "").lower() == "hsdp" and values.get("shard_group") is None:
         problems.append(_problem("G4", "'sharding=hsdp'", "the size of the shard groups is missing", "sharding=hsdp shard_group=8"))

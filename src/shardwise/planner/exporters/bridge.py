@@ -75,7 +75,7 @@ def read(text: str, world: int | None = None) -> Layout:
     except ValueError as error:
         raise InputError(given="Megatron Bridge overrides", why=f"the quoting is broken: {error}", try_="balanced quotes") from None
     names = parse(words)
-    if int(names.get("expert_model_parallel_size") or 1) > 1 and names.get("expert_tensor_parallel_size") is None:
+    if names.get("expert_model_parallel_size") not in (None, 1) and names.get("expert_tensor_parallel_size") is None:
         names["expert_tensor_parallel_size"] = 1  # Megatron Bridge's default; Megatron Core's is the tensor parallel size
     return from_megatron(names, world if world is not None else int(found[1]) if found else 1)
 
@@ -105,9 +105,6 @@ def _value(text: str) -> Any:
         return words[text.lower()]
     if text.startswith("[") and text.endswith("]"):
         return [_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.?[0-9]+)(e[+-]?[0-9]+)?", text, re.I) else text

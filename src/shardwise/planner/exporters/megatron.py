@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from shardwise.errors import Finding, LayoutError
+from shardwise.spec.grammar import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from shardwise.spec.layout import CpComm, Layout, Offload, Recompute
 
 Names = dict[str, Any]
@@ -250,10 +251,17 @@ def _checked(names: Mapping[str, Any]) -> Names:
         findings.append(Finding(rule="X2", severity="error", given=given, why=why, try_=instead, source="Megatron argument types"))
 
     given = {name: value for name, value in names.items() if value is not None}
+    for name in DEGREES.keys() & given:
+        refuse(name, "Megatron has no such name", f"{DEGREES[name]}={given[name]}")
+    if not findings and not any(name in given for name in (*_COUNTS, *_SWITCHES, *_WORDS)):
+        why = "none of the names says how the run is split"
+        text = ", ".join(list(given)[:6]) or "no names"
+        findings.append(Finding(rule="X2", severity="error", given=text, why=why, try_=DEGREES["tp"] + "=2", source="Megatron arguments"))
     for name in _COUNTS:
         value = given.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "cpu_offloading_num_layers" else 1):
-            refuse(name, "it must be a whole number of at least 1", f"{name}=1")
+        least, most = int(name != "cpu_offloading_num_layers"), 10**9 if name.endswith("batch_size") else 1 << 20
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            refuse(name, f"it must be a whole number from {least} to {most}", f"{name}=1")
     for name in _SWITCHES:
         if not isinstance(given.get(name, True), bool):
             refuse(name, "it is a switch", f"{name}=true or false")
@@ -263,12 +271,16 @@ def _checked(names: Mapping[str, Any]) -> Names:
     sizes = given.get("hierarchical_context_parallel_sizes", [])
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
         refuse("hierarchical_context_parallel_sizes", "it must be a list of whole numbers", "[2,2]")
-    for name in ("moe_expert_capacity_factor", "optimizer_offload_fraction"):
-        if not isinstance(given.get(name, 1.0), int | float) or isinstance(given.get(name), bool):
-            refuse(name, "it must be a number", f"{name}=1.0")
-    for name in ("recompute_modules", "offload_modules"):
+    for name, highest in (("moe_expert_capacity_factor", 1e6), ("optimizer_offload_fraction", 1.0)):
+        value = given.get(name, 1.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= highest:
+            refuse(name, f"it must be a number from 0 to {highest:g}", f"{name}=1.0")
+    for name, known in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
         if not isinstance(given.get(name, []), list):
             given[name] = [str(given[name])]
+        wrong = [str(each) for each in given.get(name, []) if each not in known]
+        if wrong:
+            refuse(name, f"modules are not known: {', '.join(wrong)}", "any of " + ", ".join(known))
     if not isinstance(given.get("pipeline_model_parallel_layout", ""), str):
         refuse("pipeline_model_parallel_layout", "it must be text", "'Et|t|tL'")
     if findings:

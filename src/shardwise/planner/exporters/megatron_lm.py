@@ -91,9 +91,9 @@ def parse(words: list[str]) -> Names:
 
 def _set(names: Names, name: str, word: str) -> None:
     value: Any = word
-    if re.fullmatch(r"[-+]?\d+", word):
+    if re.fullmatch(r"[-+]?[0-9]{1,18}", word):
         value = int(word)
-    elif re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", word):
+    elif re.fullmatch(r"[-+]?[0-9]*\.[0-9]+(e[-+]?[0-9]+)?", word):
         value = float(word)
     if isinstance(names[name], list):
         names[name].append(value)

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import InputError
+from shardwise.errors import Finding, InputError, LayoutError
 from shardwise.planner.exporters.megatron import unsupported
 from shardwise.planner.exporters.megatron_lm import describe
 from shardwise.spec.layout import Layout, Recompute
@@ -19,6 +19,7 @@ _FP8 = {"fp8-current": "tensorwise", "fp8-rowwise": "rowwise"}
 _BACKENDS = {"alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
 _ELSEWHERE = re.compile(r"\b(cross_entropy|vpp)=(fused|unfused|te|chunked|[1-9]\d*)\b")
 Table = dict[str, Any]
+_MOST_RANKS, _MOST_SAMPLES = 1 << 20, 10**9
 
 
 def write(layout: Layout) -> str:
@@ -124,52 +125,56 @@ def _text(value: Any) -> str:
 
 
 def read(text: str, world: int | None = None) -> Layout:
-    """Read the tables back; ``world`` fills a shard degree of -1 (the rest)."""
+    """Read the tables back; ``world`` fills a shard degree of -1 (the rest). Raises `LayoutError` with every value that is wrong."""
     try:
         config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(given="torchtitan config", why=f"it is not TOML: {error}", try_="the file torchtitan reads") from None
-    parallelism, training = _table(config, "parallelism"), _table(config, "training")
-    tp, pp, cp = (_degree(parallelism, f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline", "context"))
-    replicate = _degree(parallelism, "data_parallel_replicate_degree", 1)
-    shard = _degree(parallelism, "data_parallel_shard_degree", -1)
+    reader = _Reader()
+    parallelism, training = reader.table(config, "parallelism"), reader.table(config, "training")
+    tp, pp, cp = (reader.count(parallelism, f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline", "context"))
+    replicate = reader.count(parallelism, "data_parallel_replicate_degree", 1)
+    shard = reader.count(parallelism, "data_parallel_shard_degree", -1)
     if shard < 1:
         if world is None:
-            raise InputError(
-                given="data_parallel_shard_degree = -1", why="the number of GPUs is not known", try_="--gpus N beside the file"
-            )
-        shard = max(1, world // (tp * pp * cp * replicate))
+            reader.refuse("data_parallel_shard_degree = -1", "the number of GPUs is not known", "--gpus N beside the file")
+        shard = max(1, (world or 1) // (tp * pp * cp * replicate))
     dp = replicate * shard
-    values: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sp": tp > 1 and parallelism.get("enable_sequence_parallel", True)}
-    values["ep"] = _degree(parallelism, "expert_parallel_degree", 1)
+    sp = reader.flag(parallelism, "enable_sequence_parallel", True)
+    values: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sp": tp > 1 and sp}
+    values["ep"] = reader.count(parallelism, "expert_parallel_degree", 1)
     values |= {"sharding": "fsdp2" if shard * cp > 1 or replicate == 1 else "none"}
     if values["sharding"] == "fsdp2":
         values["shard_group"] = shard * cp if replicate > 1 else None
         values["reshard_after_forward"] = parallelism.get("fsdp_reshard_after_forward", "default") != "never"
-    values["overlap_tp"] = bool(parallelism.get("enable_async_tensor_parallel", False))
-    values["cp_comm"] = _word(_ROTATE, parallelism.get("context_parallel_rotate_method", "allgather"), "context_parallel_rotate_method")
-    values["dispatcher"] = _word(_BACKENDS, parallelism.get("expert_parallel_comm_backend", "standard"), "expert_parallel_comm_backend")
-    schedule = parallelism.get("pipeline_parallel_schedule", "1F1B")
-    values["schedule"] = "1f1b" if schedule == "Interleaved1F1B" else _word(_SCHEDULES, schedule, "pipeline_parallel_schedule")
+    values["overlap_tp"] = reader.flag(parallelism, "enable_async_tensor_parallel", False)
+    values["cp_comm"] = reader.word(parallelism, "context_parallel_rotate_method", "allgather", _ROTATE)
+    values["dispatcher"] = reader.word(parallelism, "expert_parallel_comm_backend", "standard", _BACKENDS)
+    interleaved = parallelism.get("pipeline_parallel_schedule") == "Interleaved1F1B"
+    values["schedule"] = "1f1b" if interleaved else reader.word(parallelism, "pipeline_parallel_schedule", "1F1B", _SCHEDULES)
     stated = dict(_ELSEWHERE.findall(text))
-    values["vpp"] = int(stated.get("vpp", 2 if schedule == "Interleaved1F1B" else 1))
+    values["vpp"] = int(stated.get("vpp", 2 if interleaved else 1))
     values["cross_entropy"] = stated.get("cross_entropy", "unfused")
-    local = _degree(training, "local_batch_size", 1)
-    values["mbs"] = _degree(parallelism, "pipeline_parallel_microbatch_size", 1) if pp > 1 else local
-    gbs = _degree(training, "global_batch_size", -1)
+    local = reader.count(training, "local_batch_size", 1, _MOST_SAMPLES)
+    values["mbs"] = reader.count(parallelism, "pipeline_parallel_microbatch_size", 1, _MOST_SAMPLES) if pp > 1 else local
+    gbs = reader.count(training, "global_batch_size", -1, _MOST_SAMPLES)
     values["gbs"] = gbs if gbs > 0 else local * dp
-    return Layout(**values, **_read_numbers(config, training))
+    values |= _read_numbers(reader, config, training)
+    if reader.problems:
+        raise LayoutError(reader.problems)
+    return Layout(**values)
 
 
-def _read_numbers(config: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
-    precision = _word(_DTYPES, training.get("mixed_precision_param", "bfloat16"), "mixed_precision_param")
-    linear = _table(_table(config, "quantize"), "linear")
+def _read_numbers(reader: _Reader, config: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+    precision = reader.word(training, "mixed_precision_param", "bfloat16", _DTYPES)
+    linear = reader.table(reader.table(config, "quantize"), "linear")
     if "float8" in linear:
-        precision = _word(_FP8, _table(linear, "float8").get("recipe_name", "tensorwise"), "quantize.linear.float8.recipe_name")
+        precision = reader.word(reader.table(linear, "float8"), "recipe_name", "tensorwise", _FP8)
     elif "mx" in linear:
         precision = "mxfp8"
-    dtype = _word(_DTYPES, training.get("dtype", "float32"), "training.dtype")
-    mode = _table(config, "activation_checkpoint").get("mode", "selective")
+    dtype = reader.word(training, "dtype", "float32", _DTYPES)
+    modes = {"none": "none", "selective": "selective", "full": "full"}
+    mode = reader.word(reader.table(config, "activation_checkpoint"), "mode", "selective", modes)
     full = mode == "full"
     modules = ("core_attn",) if mode == "selective" else ()
     return {
@@ -177,29 +182,47 @@ def _read_numbers(config: Mapping[str, Any], training: Mapping[str, Any]) -> dic
         "param_dtype": dtype,
         "moment_dtype": dtype,
         "master_dtype": None,
-        "grad_dtype": _word(_DTYPES, training.get("mixed_precision_reduce", "float32"), "mixed_precision_reduce"),
+        "grad_dtype": reader.word(training, "mixed_precision_reduce", "float32", _DTYPES),
         "recompute": Recompute(granularity=mode, modules=modules, method="uniform" if full else None, num_layers=1 if full else None),
     }
 
 
-def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = config.get(name, {})
-    if not isinstance(table, Mapping):
-        raise InputError(given=f"{name} = {table!r}", why="it must be a TOML table", try_=f"[{name}]")
-    return table
+class _Reader:
+    """Reads values of tables; a wrong one is noted in `problems` and its default returned."""
 
+    def __init__(self) -> None:
+        self.problems: list[Finding] = []
 
-def _degree(table: Mapping[str, Any], name: str, default: int) -> int:
-    value = table.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
-        raise InputError(
-            given=f"{name} = {value!r}", why="it must be a whole number of at least 1", try_=f"{name} = {default if default > 0 else 1}"
-        )
-    return value
+    def refuse(self, given: str, why: str, instead: str) -> None:
+        finding = Finding(rule="X2", severity="error", given=given, why=why, try_=instead, source="torchtitan job configuration")
+        self.problems.append(finding)
 
+    def table(self, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        table = config.get(name, {})
+        if isinstance(table, Mapping):
+            return table
+        self.refuse(f"{name} = {table!r}", "it must be a TOML table", f"[{name}]")
+        return {}
 
-def _word(words: Mapping[str, str], value: Any, name: str) -> str:
-    for ours, theirs in words.items():
-        if theirs == value:
-            return ours
-    raise InputError(given=f"{name} = {value!r}", why="it is not known", try_=" | ".join(words.values()))
+    def count(self, table: Mapping[str, Any], name: str, default: int, most: int = _MOST_RANKS) -> int:
+        value = table.get(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and (1 <= value <= most or value == default):
+            return value
+        self.refuse(f"{name} = {value!r}", f"it must be a whole number from 1 to {most}", f"{name} = {default if default > 0 else 1}")
+        return default
+
+    def flag(self, table: Mapping[str, Any], name: str, default: bool) -> bool:
+        value = table.get(name, default)
+        if isinstance(value, bool):
+            return value
+        self.refuse(f"{name} = {value!r}", "it is a switch", f"{name} = {str(default).lower()}")
+        return default
+
+    def word(self, table: Mapping[str, Any], name: str, default: str, words: Mapping[str, str]) -> Any:
+        """What we call the word of the table."""
+        value = table.get(name, default)
+        ours = {theirs: our for our, theirs in words.items()}
+        if not isinstance(value, str) or value not in ours:
+            self.refuse(f"{name} = {value!r}", "the word is not known", " | ".join(ours))
+            value = default
+        return ours[value]

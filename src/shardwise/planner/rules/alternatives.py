@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd, lcm
+from math import gcd, isqrt, lcm
 
 from shardwise.spec.blocks import Attention, CompressedAttention, DeltaNet, Mamba2, Mla
 from shardwise.spec.layout import CpComm
 from shardwise.spec.model import ModelSpec
 
+MOST_TP = 4096  # beyond any domain of GPUs
+MOST_DIVISOR = 10**6
+
 
 def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """Divisors of `number`; of numbers beyond 10**12 those up to `MOST_DIVISOR` and what they leave."""
+    small = [d for d in range(1, min(isqrt(number), MOST_DIVISOR) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
@@ -59,7 +63,7 @@ def legal_tp(model: ModelSpec, most: int = 64, replicate_kv: bool = True) -> lis
                 return False
         return True
 
-    return [tp for tp in range(1, most + 1) if legal(tp)]
+    return [tp for tp in range(1, min(most, MOST_TP) + 1) if legal(tp)]
 
 
 def legal_pp(layers: int, vpp: int, account: int, most: int) -> list[int]:

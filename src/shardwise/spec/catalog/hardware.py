@@ -101,6 +101,6 @@ def cluster(
         gpus_per_node=node,
         domain=domain,
         intra=link(found.link),
-        inter=link(interconnect or entry["network"]),
+        inter=link(entry["network"] if interconnect is None else interconnect),
         nics_per_gpu=nics_per_gpu or entry["nics_per_gpu"],
     )

@@ -56,6 +56,13 @@ def _known(key: str) -> ModelSpec:
     return model.replace(source=entry["source"])
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_dir() or path.is_file()
+    except OSError:  # too long for a name
+        return False
+
+
 def model(name: str) -> ModelSpec:
     """The model called `name`: a catalog name, a Hugging Face id, or a path to a `config.json` or its directory.
 
@@ -65,6 +72,6 @@ def model(name: str) -> ModelSpec:
     if key is not None:
         return _known(key)
     path = Path(name)
-    if name.endswith(".json") or path.is_dir():
+    if name.endswith(".json") or (name and _exists(path)):
         return hf.from_file(path)
-    raise ShardwiseError(unknown("model", _plain(name), _names(), "shardwise models") + " (the path of a config.json works too)")
+    raise ShardwiseError(unknown("model", _plain(name) or name, _names(), "shardwise models") + " (the path of a config.json works too)")
