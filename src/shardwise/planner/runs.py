@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from math import gcd
+from math import gcd, inf
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +347,7 @@ def _float(row: Row, column: str) -> float | None:
         value = float(row.get(column) or "")
     except ValueError:
         return None
-    return value if value > 0 else None
+    return value if 0 < value < inf else None
 
 
 def measured_seconds(row: Row, model: ModelSpec, source: Source, seq_len: int, gbs: int, gpus: int) -> float | None:
