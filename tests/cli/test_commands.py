@@ -93,6 +93,33 @@ def test_check_reports_everything_at_once(capsys: pytest.CaptureFixture[str]) ->
     assert all(finding["given"] and finding["why"] and finding["try"] and finding["source"] for finding in answer["findings"])
 
 
+@pytest.mark.parametrize("framework", ["bridge", "megatron-core", "torchtitan", "shardwise"])
+@pytest.mark.parametrize("words", ["tp=1", "tp=2", "tp=2 cp=2", "tp=2 pp=2", "ep=4", "ep=4 tp=2 sp=true"])
+def test_what_was_not_given_is_legal_under_every_framework(capsys: pytest.CaptureFixture[str], framework: str, words: str) -> None:
+    model = "qwen3-30b-a3b" if "ep" in words else "llama-3.1-8b"
+    given = ("--model", model, "--gpus", "8", "--framework", framework)
+    _, answer = run_json(capsys, "check", *given, *words.split(), "mbs=1", "gbs=64")
+    assert answer["legal"], answer["findings"]
+    etp = 2 if framework == "megatron-core" and "ep" in words and "tp=2" in words else 1
+    assert answer["layout"]["etp"] == etp
+    _, answer = run_json(capsys, "min-gpus", "--model", model, "--framework", framework, *words.split())
+    assert not [finding for finding in answer["findings"] if finding["severity"] == "error"]
+
+
+def test_a_dense_model_has_no_expert_tensor_size(capsys: pytest.CaptureFixture[str]) -> None:
+    dense = ("--model", "llama-3.1-8b", "--gpus", "8", "--framework", "megatron-core")
+    _, answer = run_json(capsys, "diff", "tp=2 mbs=1 gbs=8", "tp=4 mbs=1 gbs=8", *dense)
+    assert "etp" not in {change["name"] for change in answer["changes"]}
+    _, answer = run_json(capsys, "plan", *dense, "--global-batch", "64", "--top", "1", "--why-not", "tp=8 sp=true")
+    assert not any("E1" in reason for reason in answer["why_not"]["reasons"])
+
+
+@pytest.mark.parametrize("target", sorted(WRITERS))
+def test_degrees_alone_can_be_written_for_every_framework(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    code, answer = run_json(capsys, "export", "--to", target, "tp=4", "mbs=1", "gbs=8", "--gpus", "8")
+    assert code == 0 and answer["reads_back"] and answer["layout"]["tp"] == 4
+
+
 def test_rules_read_options_of_the_framework(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     check = ("check", "--model", "qwen3-30b-a3b", "--gpus", "8")
 

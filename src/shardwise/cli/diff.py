@@ -11,6 +11,7 @@ from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 from shardwise.cli.inputs import (
     counts_in_range,
+    follow_model,
     framework_name,
     framework_word,
     in_range,
@@ -78,7 +79,7 @@ def diff(
         lambda: read_model(model, settings),
         lambda: read_cluster(kind, 1, gpus_per_node=per_node, interconnect=network),
     )
-    layouts = [before, after]
+    before, after = layouts = [follow_model(layout, source, spec) for layout, source in zip((before, after), sources)]
     changed = changes(before, after)
     answer: dict[str, Any] = {"changes": [vars(change) for change in changed]}
     estimators: list[Estimator] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.framework_options import NAMES, option_of, split_options
 from shardwise.errors import Finding, InputError, LayoutError, ShardwiseError
-from shardwise.planner.space import SHARDING, number_formats
+from shardwise.planner.space import FRAMEWORK_SHARDING, SHARDING, number_formats
 from shardwise.spec import catalog, grammar
 from shardwise.spec.layout import Layout
 from shardwise.spec.ranks import min_world
@@ -289,7 +289,8 @@ def _quoted(value: Any) -> str:
 
 
 def read_layout(source: Source, *, world: int | None, gbs: int | None, precision: str | None, framework: str) -> Layout:
-    """The complete layout. Defaults follow the framework (expert tensor size) and what was chosen (number formats).
+    """The complete layout. Defaults follow the framework (sharding, sequence parallel, expert tensor size) and what was chosen (number
+    formats).
 
     Raises `LayoutError` or `Problems` with everything that is wrong with the words and with the source.
     """
@@ -308,7 +309,10 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
     base = source.layout
     if base is None:
         defaults: dict[str, Any] = number_formats(framework, values.get("precision", "bf16"))
-        defaults |= SHARDING.get(values.get("sharding", ""), {})
+        own_sharding = FRAMEWORK_SHARDING.get(framework, ("",))[0]
+        defaults |= SHARDING.get(values.get("sharding", own_sharding), {})
+        if framework == "torchtitan":
+            defaults["sp"] = values.get("tp", 1) > 1
         if framework == "megatron-core" and "etp" not in values:
             defaults["etp"] = values.get("tp", 1)
         base = Layout().replace(**defaults)
@@ -320,10 +324,15 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
     return layout
 
 
-def follow_model(layout: Layout, source: Source, model: ModelSpec) -> Layout:
-    """Where no communication of context parallelism was given, the one every attention block of the model allows."""
+def follow_model(layout: Layout, source: Source, model: ModelSpec | None) -> Layout:
+    """What was not given, as the model has it: communication of context parallelism that every attention block allows, and no expert
+    tensor size without experts."""
+    if model is None or source.layout is not None:
+        return layout
     given = {grammar.field_of(word.partition("=")[0]) for word in source.words}
-    if layout.cp == 1 or source.layout is not None or "cp_comm" in given:
+    if model.moe is None and "etp" not in given:
+        layout = layout.replace(etp=1)
+    if layout.cp == 1 or "cp_comm" in given:
         return layout
     from shardwise.planner.rules.alternatives import natural_cp_comm
 

@@ -9,6 +9,7 @@ from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
 from shardwise.cli.inputs import (
     counts_in_range,
+    follow_model,
     framework_name,
     framework_word,
     in_range,
@@ -59,6 +60,7 @@ def min_gpus(
         lambda: read_model(model, source.settings),
         lambda: read_cluster(kind, 1, gpus_per_node=per_node, interconnect=network),
     )
+    chosen = follow_model(chosen, source, spec)
     if not layout:
         from shardwise.cli.min_gpus_model import report
 

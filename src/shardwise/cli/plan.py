@@ -58,6 +58,7 @@ def plan(
     from shardwise.cli.inputs import (
         can_write,
         counts_in_range,
+        follow_model,
         framework_name,
         framework_word,
         in_range,
@@ -128,6 +129,9 @@ def plan(
         lambda: read_layout(source, **reading),
         lambda: None if against_words is None else read_layout(against_words, **reading),
     )
+    base = follow_model(base, source, spec)
+    if named is not None:
+        named = follow_model(named, against_words, spec)
     space = plan_print.fixed(space_of(spec, cluster, base, seq_len=seq_len, framework=rules), source.words)
     estimator = Estimator(spec, cluster, seq_len=seq_len, stack=stack_of(rules))
     judge = judge_of(spec, cluster, seq_len=seq_len, framework=rules, options=source.options)
