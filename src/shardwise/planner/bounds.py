@@ -151,10 +151,13 @@ class Bounds:
         """State of one layer of a kind on one rank, and what it keeps per micro batch."""
         layer = self.estimator.model.kinds[kind]
         params = self.estimator.model.layer_params(layer, layout.tp, layout.ep, layout.etp)
-        frozen = 1.0 if layout.peft else 0.0
-        state = sum(memory.state_terms(layout, params.dense, params.expert, frozen=frozen).values())
+        state = sum(self._terms(layout, params.dense, params.expert).values())
         saved = self.estimator.layer(kind, layout)[1]
         return state, memory.activation_bytes(layout, saved, layer_input(self.estimator.model, self.estimator._shape(layout)))
+
+    def _terms(self, layout: Layout, dense: float, expert: float) -> dict[str, float]:
+        transposes = memory.keeps_transposes(self.estimator.cluster.gpu)
+        return memory.state_terms(layout, dense, expert, frozen=1.0 if layout.peft else 0.0, transposes=transposes)
 
     def _state(self, layout: Layout) -> tuple[float, float]:
         """Bytes of weights, gradients and optimizer: of one layer of the commonest kind, and of all stages together."""
@@ -162,9 +165,8 @@ class Bounds:
         found = self._states.get(key)
         if found is None:
             dense, expert, all_dense, all_expert = self._split_params(layout)
-            frozen = 1.0 if layout.peft else 0.0
-            one = sum(memory.state_terms(layout, dense, expert, frozen=frozen).values())
-            everything = sum(memory.state_terms(layout, all_dense, all_expert, frozen=frozen).values())
+            one = sum(self._terms(layout, dense, expert).values())
+            everything = sum(self._terms(layout, all_dense, all_expert).values())
             found = self._states[key] = (one, everything)
         return found
 

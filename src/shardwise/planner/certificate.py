@@ -11,10 +11,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.memory import GIB, needed, state_terms
+from shardwise.planner.memory import GIB, keeps_transposes, needed, state_terms
 from shardwise.planner.search import Judge, Plan, lightest_plan
 from shardwise.planner.space import SHARDING, Space, derive, space_of
-from shardwise.spec.cluster import Cluster
+from shardwise.spec.cluster import Cluster, Gpu
 from shardwise.spec.layout import Layout
 from shardwise.spec.model import ModelSpec
 
@@ -74,7 +74,7 @@ def certify(
         space = space_of(model, cluster, start, seq_len=seq_len, framework=framework)
         floor = _state_floor(estimator, start, space, gpus)
         if floor > capacity:
-            total = floor_total(model, start, space) / GIB
+            total = floor_total(model, start, space, first.gpu) / GIB
             tried.append(World(gpus=gpus, fits=False, least_gib=floor, constraint=f"training state: {total:,.0f} GiB over {gpus} GPUs"))
             continue
         if progress:
@@ -115,15 +115,16 @@ def _judged(gpus: int, plan: Plan | None, capacity: float) -> World:
     return World(gpus=gpus, fits=memory.fits, least_gib=need, constraint=f"pipeline rank {memory.stage}: {text} GiB", plan=plan)
 
 
-def floor_total(model: ModelSpec, base: Layout, space: Space) -> float:
+def floor_total(model: ModelSpec, base: Layout, space: Space, gpu: Gpu) -> float:
     """Bytes of weights, gradients and optimizer of the whole model in the smallest number formats of the space."""
     params = float(model.total_params)
     one = derive(base, tp=1, cp=1, dp=1, pp=1, ep=1, etp=1, shard_group=None)
     frozen = 1.0 if base.peft else 0.0
-    return min(sum(state_terms(derive(one, **SHARDING[mode]), params, 0.0, frozen=frozen).values()) for mode in space.sharding)
+    layouts = [derive(one, **SHARDING[mode]) for mode in space.sharding]
+    return min(sum(state_terms(each, params, 0.0, frozen=frozen, transposes=keeps_transposes(gpu)).values()) for each in layouts)
 
 
 def _state_floor(estimator: Estimator, base: Layout, space: Space, gpus: int) -> float:
     """GiB per GPU below which no layout on ``gpus`` GPUs gets."""
-    state = floor_total(estimator.model, base, space) / gpus
+    state = floor_total(estimator.model, base, space, estimator.cluster.gpu) / gpus
     return needed(state) / GIB

@@ -77,7 +77,8 @@ class Estimator(Pieces):
         """Terms of a rank that do not depend on the micro batches in flight, and its chunks."""
         dense = sum(chunk.params.dense for chunk in chunks)
         expert = sum(chunk.params.expert for chunk in chunks)
-        terms = memory.state_terms(layout, dense, expert, frozen=1.0 if layout.peft else 0.0)
+        ends, transposes = float(self._root_params(layout, chunks)), memory.keeps_transposes(self.cluster.gpu)
+        terms = memory.state_terms(layout, dense, expert, ends=ends, frozen=1.0 if layout.peft else 0.0, transposes=transposes)
         held = tuple(self._chunk_memory(layout, chunk) for chunk in chunks)
         working = max(each.working for each in held)
         terms["loss"] = max(0.0, max(each.loss for each in held) - working)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.planner.activations import Saved
+from shardwise.spec.cluster import Gpu
 from shardwise.spec.layout import DTYPE_BYTES, Layout
 from shardwise.spec.schedules import actions, peak_held
 
@@ -20,6 +21,7 @@ GIB = 2**30
 CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocator
 TIGHT = 1.03  # reserved over allocated when the allocator is short of memory and gives unused blocks back
 FSDP = ("fsdp2", "megatron_fsdp")
+_PER_TENSOR = ("fp8-delayed", "fp8-current")
 LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
 # Bytes per logit at the peak of a loss: fused (bf16 logits and gradient), in place (the gradient overwrites the logits), in chunks.
 LOSS = {"fused": 4.0, "te": 2.0, "chunked": 0.5}
@@ -78,8 +80,23 @@ def _one_f_one_b(rank: int, pp: int, vpp: int, group: int, microbatches: int, gp
     return tuple(min(kept, microbatches) for kept in chunks)
 
 
-def state_terms(layout: Layout, dense: float, expert: float, *, frozen: float = 0.0) -> dict[str, float]:
-    """Weights, gradients and optimizer state of one rank; ``frozen`` of the parameters have neither of the latter."""
+def keeps_transposes(gpu: Gpu) -> bool:
+    """Whether FP8 weights with one scale per tensor are kept transposed too.
+
+    Tensor cores before Blackwell, and those of its workstation GPUs, multiply FP8 in one layout only: Transformer Engine,
+    `is_non_tn_fp8_gemm_supported` and what it does after gathering FP8 weights (`_create_transpose`).
+    """
+    return not gpu.capability or not ((10, 0) <= gpu.capability < (12, 0) or gpu.capability >= (13, 0))
+
+
+def state_terms(
+    layout: Layout, dense: float, expert: float, *, ends: float = 0.0, frozen: float = 0.0, transposes: bool = True
+) -> dict[str, float]:
+    """Weights, gradients and optimizer state of one rank; ``frozen`` of the parameters have neither of the latter.
+
+    ends: parameters of `dense` in the embedding and the head, which keep two bytes in every precision. transposes: `keeps_transposes` of
+    the GPU.
+    """
     shards, expert_shards = layout.shard_size, layout.expert_shard_size
     local = dense / shards + expert / expert_shards
     whole = dense + expert
@@ -90,7 +107,10 @@ def state_terms(layout: Layout, dense: float, expert: float, *, frozen: float = 
     }.get(layout.sharding, (local, local, local))
     low = layout.precision in ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8")
     weight_bytes = float(DTYPE_BYTES[layout.param_dtype])
-    cached = whole * (1.0 if layout.param_dtype == "fp8" else 2.0) if low and layout.sharding not in FSDP else 0.0
+    cached = 0.0
+    if low and layout.sharding not in FSDP:
+        one_copy = layout.param_dtype == "fp8" and layout.precision in _PER_TENSOR and not transposes
+        cached = ends if one_copy else whole * (1.0 if layout.param_dtype == "fp8" else 2.0)  # the ends are wider than one byte
     moments = {"adam": 2, "sgd": 1, "muon": 1}[layout.optimizer] * DTYPE_BYTES[layout.moment_dtype]
     master = DTYPE_BYTES[layout.master_dtype] if layout.master_dtype else 0
     trained = 1.0 - frozen

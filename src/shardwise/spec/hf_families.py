@@ -51,6 +51,17 @@ def mistral(c: Config, name: str) -> ModelSpec:
     return model(c, name, (layer,) * c.layers, tied=False)
 
 
+def exaone4(c: Config, name: str) -> ModelSpec:
+    """Norms after attention and MLP; a window on all layers but every fourth, or as the letters L and G say."""
+    wide, pattern = c.integer("sliding_window", default=4096, least=0) if c.values.get("sliding_window", 4096) is not None else 0, 4
+    given = c.values.get("sliding_window_pattern")
+    if given is not None:
+        pattern = len(given) if isinstance(given, str) and given else c.integer("sliding_window_pattern")
+    kinds = c.kinds("layer_types", LAYER_WORDS, lambda i: SLIDING if wide and (i + 1) % pattern else FULL)
+    layers = [Layer(mixer=attention(c, qk_norm="head", window=wide if kind == SLIDING else None), mlp=mlp(c)) for kind in kinds]
+    return model(c, name, layers, tied=False)
+
+
 def mixtral(c: Config, name: str) -> ModelSpec:
     layer = Layer(mixer=attention(c, window=c.optional("sliding_window")), mlp=experts(c))
     return model(c, name, (layer,) * c.layers, tied=False)
@@ -318,6 +329,8 @@ def bailing_moe(c: Config, name: str) -> ModelSpec:
 FAMILIES: dict[str, Builder] = {
     "llama": llama,
     "mistral": mistral,
+    "ministral3": mistral,
+    "exaone4": exaone4,
     "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
@@ -360,6 +373,9 @@ FAMILIES: dict[str, Builder] = {
 
 # multimodal configs: the language model is the section `text_config`, of this type unless it says its own
 WRAPPERS: dict[str, str] = {
+    "mistral3": "mistral",
+    "exaone4_5": "exaone4",
+    "nemotron_h_omni": "nemotron_h",
     "llama4": "llama4_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
