@@ -292,6 +292,33 @@ def test_a_log_leads_to_the_likely_cause(capsys: pytest.CaptureFixture[str], tmp
     assert fitting == sorted(fitting)
 
 
+STEP = " iteration {n:8d}/ 100 | consumed samples: 512 | elapsed time per iteration (ms): {ms} | lm loss: {loss} | grad norm: 1.0 |"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (FAULT.format(rank=5, allocated=60.0, idle=17.0), "1 out-of-memory text(s) on rank(s) 5; the first: 2.00 GiB asked for, 60.00"),
+        (
+            "\n".join(STEP.format(n=n, ms=ms, loss="1.0E+01") for n, ms in ((1, 90000.0), (2, 60000.0), (3, 62000.0))),
+            "3 iteration line(s), 61.00 s per step; B is",
+        ),
+        (STEP.format(n=7, ms=60000.0, loss="nan"), "the loss is no number from iteration 7 on"),
+        ("[titan] step: 10  loss:  7.6012  grad_norm:  1.2000  memory: 58.40GiB(73.83%)", "1 iteration line(s)"),
+        (
+            "[Rank 8] (after 2 iterations) memory (GB) | mem-max-allocated-gigabytes: 64.4245 | mem-max-reserved-gigabytes: 70.0",
+            "peak of rank 8: 60.0 GiB allocated; B is predicted at",
+        ),
+    ],
+)
+def test_what_a_log_says_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, told: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(text + "\n")
+    layout = "tp=4 pp=4 mbs=1 gbs=512 sp=true"
+    _, out, _ = run(capsys, "diff", layout, layout, "--log", str(log), *LLAMA_70B)
+    assert f"log: {told}" in " ".join(out.split())
+
+
 # validate, catalogs ---------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ from shardwise.planner.diff import COMMUNICATION, Delta, changes, memory_deltas,
 if TYPE_CHECKING:
     from shardwise.cli.inputs import Source
     from shardwise.planner.estimator import Estimator
+    from shardwise.planner.logs import TrainingLog
     from shardwise.planner.memory import MemoryEstimate
     from shardwise.planner.search import Judge
     from shardwise.planner.step_time import StepTimeEstimate
@@ -103,7 +105,10 @@ def diff(
     if as_json:
         print_json(answer)
     else:
-        _print(answer, pair, layouts, seq_len, causes)
+        _print(answer, pair, layouts, seq_len)
+        if record:
+            _print_log(record, pair)
+        _print_causes(causes)
     return FINDING if changed or (record and record.out_of_memory) else OK
 
 
@@ -185,7 +190,7 @@ def _cause_json(cause: Cause) -> dict[str, Any]:
     }
 
 
-def _print(answer: dict[str, Any], pair: list[Any], layouts: list[Layout], seq_len: int, causes: list[Cause]) -> None:
+def _print(answer: dict[str, Any], pair: list[Any], layouts: list[Layout], seq_len: int) -> None:
     rows = [
         (change["name"] + (" (follows)" if change["derived"] else ""), change["before"], change["after"]) for change in answer["changes"]
     ]
@@ -216,6 +221,36 @@ def _print(answer: dict[str, Any], pair: list[Any], layouts: list[Layout], seq_l
                 "",
             ]
         )
+
+
+def _print_log(log: TrainingLog, pair: list[Any]) -> None:
+    """What was read from the log, beside what is predicted for B."""
+    lines = []
+    if log.step_seconds is not None:
+        beside = f"; B is predicted at {seconds(pair[1][1].seconds)} ({pair[1][1].seconds / log.step_seconds - 1:+.0%})" if pair else ""
+        lines.append(f"{len(log.iterations)} iteration line(s), {seconds(log.step_seconds)} per step{beside}")
+    elif log.iterations:
+        lines.append(f"{len(log.iterations)} iteration line(s), without step times")
+    lost = next((step.number for step in log.iterations if step.loss is not None and not isfinite(step.loss)), None)
+    if lost is not None:
+        lines.append(f"the loss is no number from iteration {lost} on")
+    if log.memory:
+        heaviest = max(log.memory, key=lambda line: line.allocated_gib)
+        beside = f"; B is predicted at {pair[1][0].allocated_gib:.1f} GiB on its heaviest rank" if pair else ""
+        lines.append(f"peak of rank {heaviest.rank}: {heaviest.allocated_gib:.1f} GiB allocated{beside}")
+    for fault in log.out_of_memory[:1]:
+        sizes = (
+            ("asked for", fault.tried_gib), ("allocated", fault.allocated_gib), ("reserved and unused", fault.unallocated_gib),
+            ("free", fault.free_gib), ("on the device", fault.capacity_gib),
+        )  # fmt: skip
+        told = ", ".join(f"{size:.2f} GiB {name}" for name, size in sizes if size is not None)
+        ranks = sorted({other.rank for other in log.out_of_memory if other.rank is not None})
+        where = f" on rank(s) {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}" if ranks else ""
+        lines.append(f"{len(log.out_of_memory)} out-of-memory text(s){where}" + (f"; the first: {told}" if told else ""))
+    print_lines([f"log: {line}" for line in lines] + [""])
+
+
+def _print_causes(causes: list[Cause]) -> None:
     for number, cause in enumerate(causes, 1):
         print_lines([f"{number}. {cause.cause}: {cause.symptom}", f"   {cause.evidence}"])
         for cure in cause.cures:
