@@ -240,3 +240,19 @@ def test_gathered_layers_of_fp8_parameters_are_half_as_large() -> None:
         return estimate_memory(LLAMA_8B, layout, cluster("h100-sxm", 8), seq_len=8192).terms["gathered"]
 
     assert gathered() - gathered(param_dtype="fp8") == pytest.approx(3 * 218_112_000, rel=1e-3)  # three layers, a byte per parameter less
+
+
+def test_fp8_weights_are_kept_twice_only_where_products_need_a_transpose() -> None:
+    def weights(gpu: str, precision: str, param_dtype: str = "fp8") -> float:
+        layout = Layout(tp=2, dp=4, gbs=8, precision=precision, param_dtype=param_dtype)  # type: ignore[arg-type]
+        terms = estimate_memory(LLAMA_8B, layout, cluster(gpu, 8), seq_len=8192).terms
+        return terms["weights"] + terms["low_precision_weights"] - memory.LOW_PRECISION_SCRATCH
+
+    ends = 2 * LLAMA_8B.padded_vocab(2) // 2 * LLAMA_8B.hidden  # embedding and head of a rank, in bf16
+    linear = weights("h100-sxm", "fp8-current") / 2 - ends
+    assert linear == pytest.approx(LLAMA_8B.total_params / 2 - ends, rel=1e-3)
+    for precision in ("fp8-current", "fp8-delayed"):
+        for gpu, copies in (("h100-sxm", 2), ("b200", 1), ("gb300", 1), ("rtx-5090", 2)):
+            assert weights(gpu, precision) == pytest.approx(copies * linear + 2 * ends)
+    assert weights("b200", "mxfp8") == weights("h100-sxm", "fp8-current")  # rows and columns have scales of their own
+    assert weights("b200", "fp8-current", "bf16") == weights("h100-sxm", "fp8-current", "bf16")

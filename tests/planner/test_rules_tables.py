@@ -54,6 +54,20 @@ def test_recipes_are_read_as_their_framework_runs_them() -> None:
     assert crowded.legal and crowded.fits is False and crowded.memory and crowded.memory.needed_gib > 100
 
 
+def test_vision_language_pretraining_freezes_the_language_model_where_its_recipe_does() -> None:
+    row = recipe_row("gpu_type=H100 gpus=16 tp=4 pp=4 cp=1 gbs=32 seq=4096 sp=False precision=bf16 task=pretrain")
+
+    def frozen(recipe: str, model: str, kind: str) -> bool:
+        (judged,) = judge_rows([{**row, "recipe": recipe, "model": model, "kind": kind}])
+        assert judged.memory
+        return judged.memory.terms["optimizer"] == judged.memory.terms["gradients"] == 0.0
+
+    assert frozen("qwen35_vl_27b_pretrain_16gpu_h100_bf16_mock_config", "qwen3.5-27b", "library")
+    assert frozen("qwen3_vl_8b_pretrain_16gpu_h100_bf16_config", "qwen3-8b", "perf")
+    assert not frozen("qwen35_vl_27b_pretrain_16gpu_h100_bf16_config", "qwen3.5-27b", "perf")
+    assert not frozen("qwen3_8b_pretrain_16gpu_h100_bf16_config", "qwen3-8b", "library")
+
+
 def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None:
     row = recipe_row("model=gpt-oss-120b gpu_type=H100 gpus=48 tp=2 pp=6 cp=4 ep=4 gbs=4 seq=32768 sp=True precision=bf16")
     (judged,) = judge_rows([row])

@@ -3,8 +3,9 @@
 Columns: recipe, model, hf_id, gpus, gpu_type, precision, tp, pp, vpp, cp, ep, etp, sp, mbs, gbs, seq, recompute, use_megatron_fsdp,
 pp_layout, and, where the table has them, kind, task and offload. What such tables leave out is filled in with what Megatron Bridge
 does: an expert tensor size that is not given is 1 when the model is built but TP when the launcher sizes the world, performance recipes
-reduce gradients in bf16 and use the loss of Transformer Engine (`_benchmark_common`), fine-tuning of adapters is LoRA, the DeepSeek
-family keeps bf16 moments, and the communication of context parallelism follows the model's attention.
+reduce gradients in bf16 and use the loss of Transformer Engine (`_benchmark_common`), fine-tuning of adapters is LoRA, pretraining of
+Qwen's vision-language models on mock data freezes the language model, the DeepSeek family keeps bf16 moments, and the communication of
+context parallelism follows the model's attention.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.model import ModelSpec
 
 COLUMNS = ("recipe", "model", "gpus", "gpu_type", "tp", "pp", "cp", "ep", "etp", "mbs", "gbs")
+# Vision-language pretraining on mock data freezes the language model (`freeze_language_model` in Megatron Bridge's recipes/qwen_vl);
+# performance recipes of Qwen3-VL start from it and leave it so, those of Qwen3.5-VL train everything (perf_recipes/qwen_vl/common.py).
+FROZEN = re.compile(r"^qwen3_vl_\w+_pretrain_|^qwen35_vl_\w+_pretrain_\w+_mock_")
 BF16_MOMENTS = re.compile("deepseek|moonlight|kimi", re.I)
 
 
@@ -81,8 +85,8 @@ def _base(row: Mapping[str, str]) -> Layout:
     fields: dict[str, Any] = number_formats("bridge", precision)
     if row.get("kind") == "perf":
         fields |= {"grad_dtype": "bf16", "cross_entropy": "te"}
-    if row.get("task") == "peft":
-        fields["peft"] = "lora"
+    if row.get("task") == "peft" or FROZEN.search(row.get("recipe", "")):
+        fields["peft"] = "lora"  # a frozen model has no gradients and no optimizer state, with or without adapters
     if BF16_MOMENTS.search(row.get("model", "")):
         fields["moment_dtype"] = "bf16"
     return Layout(offload=parse_offload(row.get("offload", "")), **fields)
