@@ -36,6 +36,7 @@ CASES = [
     ("ministral3", {"tie_word_embeddings": True}),
     ("exaone4", {"sliding_window": 32}),
     ("exaone4", {"layer_types": ["full_attention"] * 5, "tie_word_embeddings": True}),
+    ("exaone_moe", {**MOE, "sliding_window": 32, "num_shared_experts": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),
     ("qwen2_moe", {**SHARED, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
@@ -115,7 +116,7 @@ def test_every_family_of_transformers_has_a_case() -> None:
 # one model of each family as published, at full size
 FULL_SIZE = [
     "llama-3.1-405b", "mistral-large-123b", "ministral-3-3b", "ministral-3-8b", "ministral-3-14b", "exaone-4.0-1.2b", "mixtral-8x22b",
-    "qwen2.5-72b", "qwen2-57b-a14b", "qwen3-32b", "qwen3-235b-a22b",
+    "k-exaone-236b-a23b", "qwen2.5-72b", "qwen2-57b-a14b", "qwen3-32b", "qwen3-235b-a22b",
     "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-397b-a17b", "gemma-7b", "gemma-2-27b", "gemma-3-27b", "gemma-4-26b-a4b", "glm-4-32b",
     "glm-4.5", "glm-4.7-flash", "glm-5.2", "deepseek-v2", "deepseek-v3", "deepseek-v4-flash", "olmoe-1b-7b", "minimax-m2",
     "gpt-oss-120b", "llama-4-maverick", "nemotron-4-340b", "nemotron-h-56b", "nemotron-3-super-120b-a12b", "starcoder2-15b",

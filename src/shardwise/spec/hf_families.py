@@ -51,15 +51,28 @@ def mistral(c: Config, name: str) -> ModelSpec:
     return model(c, name, (layer,) * c.layers, tied=False)
 
 
-def exaone4(c: Config, name: str) -> ModelSpec:
-    """Norms after attention and MLP; a window on all layers but every fourth, or as the letters L and G say."""
+def _exaone_windows(c: Config) -> list[int | None]:
+    """A window on all layers but every fourth, or as the letters L and G say; none where it is null."""
     wide, pattern = c.integer("sliding_window", default=4096, least=0) if c.values.get("sliding_window", 4096) is not None else 0, 4
     given = c.values.get("sliding_window_pattern")
     if given is not None:
         pattern = len(given) if isinstance(given, str) and given else c.integer("sliding_window_pattern")
     kinds = c.kinds("layer_types", LAYER_WORDS, lambda i: SLIDING if wide and (i + 1) % pattern else FULL)
-    layers = [Layer(mixer=attention(c, qk_norm="head", window=wide if kind == SLIDING else None), mlp=mlp(c)) for kind in kinds]
+    return [wide if kind == SLIDING else None for kind in kinds]
+
+
+def exaone4(c: Config, name: str) -> ModelSpec:
+    layers = [Layer(mixer=attention(c, qk_norm="head", window=each), mlp=mlp(c)) for each in _exaone_windows(c)]
     return model(c, name, layers, tied=False)
+
+
+def exaone_moe(c: Config, name: str) -> ModelSpec:
+    sparse, dense = _first_dense(c, default=1), mlp(c)
+    moe = deepseek_experts(Config({"num_shared_experts": 1, **c.values}, c.problems))
+    windows = _exaone_windows(c)
+    layers = [Layer(mixer=attention(c, qk_norm="head", window=each), mlp=moe if sparse(i) else dense) for i, each in enumerate(windows)]
+    extra = mtp(c, Layer(mixer=attention(c, qk_norm="head"), mlp=dense))
+    return model(c, name, layers, tied=False, mtp=extra)
 
 
 def mixtral(c: Config, name: str) -> ModelSpec:
@@ -331,6 +344,7 @@ FAMILIES: dict[str, Builder] = {
     "mistral": mistral,
     "ministral3": mistral,
     "exaone4": exaone4,
+    "exaone_moe": exaone_moe,
     "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
