@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor import registry
+from shardwise.shard_tensor.aliases import after_write, check_writable, copied, replace_shard, same_memory
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
 from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor
@@ -34,6 +33,13 @@ def fallback_rule(op, args: tuple, kwargs: dict):
             f"{op} on {layouts}",
             "it has no sharded form and fallback mode 'error' forbids gathering its arguments",
             f"register one with ShardTensor.register_dispatch_handler({op}, handler), or allow gathering: shardwise.fallback('gather')",
+        )
+    if torch.Tag.inplace_view in op.tags:
+        layouts = "; ".join(leaf._spec.describe() for leaf in leaves if isinstance(leaf, ShardTensor))
+        raise MissingShardPatch(
+            f"{op} on {layouts}",
+            "it changes the dims of a tensor in place, and a ShardTensor keeps those it was made with",
+            "use the form of the op that returns a view, without the underscore",
         )
     mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
     if cost and not any(mesh.get_coordinate()):
@@ -56,9 +62,24 @@ def fallback_rule(op, args: tuple, kwargs: dict):
         return tree_map_only(Tensor, lambda t: originals[id(t)] if id(t) in originals else replicated(t, mesh), result)
     results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    if views and not all(leaf._spec.is_replicated for leaf in leaves if isinstance(leaf, ShardTensor)):
-        tree_map_only(ShardTensor, mark_copied, results)
-    return results
+    return _as_views(results, op, leaves, structure) if views else results
+
+
+def _as_views(results, op, leaves: list, structure):
+    """The results of a view op, which views the first tensor among its arguments: copies that follow what is written there."""
+    place = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardTensor))
+    parts, form = tree_flatten(results)
+
+    def gather(number: int):
+        def again(source: ShardTensor) -> Tensor:
+            args, kwargs = tree_unflatten([*leaves[:place], leaf_full(source), *leaves[place + 1 :]], structure)
+            return tree_flatten(op(*args, **kwargs))[0][number]
+
+        return again
+
+    source = leaves[place]
+    whole = source._spec.is_replicated
+    return tree_unflatten([same_memory(x, source) if whole else copied(x, source, gather(i)) for i, x in enumerate(parts)], form)
 
 
 def leaf_full(x: ShardTensor) -> Tensor:
@@ -82,64 +103,13 @@ def write_back(x: ShardTensor, whole: Tensor) -> None:
             "use the form of the op that returns a new tensor",
         )
     if x._spec.partial_mesh_dims:
-        x._spec = x._spec.gradient()
-        x._local_tensor = whole if x._spec.is_replicated else redistribute_local(whole, x._spec.replicate(), x._spec)
+        spec = x._spec.gradient()
+        replace_shard(x, whole if spec.is_replicated else redistribute_local(whole, spec.replicate(), spec), spec)
     else:
         local = redistribute_local(whole, x._spec.replicate(), x._spec)
         if local is not x._local_tensor:
             x._local_tensor.copy_(local)
     after_write(x)
-
-
-def complete_in_place(x: ShardTensor) -> None:
-    """Resolve the pending sums of `x` before it is written into. Communication: an all-reduce for each.
-
-    Raises MissingShardPatch if a view of `x` is alive: it would go on showing the summands.
-    """
-    target = x._spec.gradient()
-    if target is not x._spec:
-        if any(view() is not None for view in x.__dict__.get("_views", ())):
-            raise MissingShardPatch(
-                f"an in-place write into a pending sum ({x._spec.describe()}) of which a view exists",
-                "the write completes the sum, and the view would go on showing its summands",
-                "take the view after the write, or complete the sum first: x = x.redistribute(placements=...)",
-            )
-        x._local_tensor = redistribute_local(x._local_tensor, x._spec, target)
-        x._spec = target
-
-
-def note_view(view: ShardTensor, x: ShardTensor) -> None:
-    """Remember that `view` shows the summands of `x`, or of what `x` views."""
-    views = x.__dict__.setdefault("_views", [])
-    views[:] = [each for each in views if each() is not None]
-    views.append(weakref.ref(view))
-    view._views = views
-
-
-def mark_copied(x: ShardTensor, push: Callable[[Tensor], None] | None = None) -> ShardTensor:
-    """Remember that `x` stands for a view but has memory of its own. `push(shard)` carries a write into the tensor it views."""
-    x._copied_view = push or False
-    return x
-
-
-def check_writable(x: ShardTensor) -> None:
-    """Raise before an in-place write into a copied view that cannot reach the tensor it views."""
-    if getattr(x, "_copied_view", None) is False:
-        raise MissingShardPatch(
-            f"an in-place write into a view ({x._spec.describe()})",
-            "the view had to be copied to be sharded, so the write would not reach the tensor it views",
-            "write with an op that returns a new tensor, or into the tensor itself",
-        )
-
-
-def after_write(x: ShardTensor) -> None:
-    """Carry a write into a copied view on to the tensor it views, and count it: a backward that saved the shard refuses."""
-    local = x._local_tensor
-    if not local.is_inference() and not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(local)
-    push = getattr(x, "_copied_view", None)
-    if push:
-        push(x._local_tensor)
 
 
 def tell_once(name: str, cost: int) -> None:

@@ -37,6 +37,34 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def iterated_stride(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The stride of a new pointwise result, given those of its operands, each broadcast to `shape` (0 where it is): dense, in the memory
+    order of the first operand that tells two dims apart."""
+
+    def compared(dim: int, other: int) -> int:
+        """Positive if `dim` lies outside `other`, negative if inside, 0 if no operand tells."""
+        for stride in strides:
+            a, b = stride[dim], stride[other]
+            if a and b and (a != b or shape[dim] > shape[other]):
+                return 1 if a >= b else -1
+        return 0
+
+    order = list(reversed(range(len(shape))))  # from the innermost dim to the outermost
+    for place in range(1, len(order)):
+        for earlier in reversed(range(place)):
+            outside = compared(order[earlier], order[place])
+            if outside < 0:
+                break
+            if outside > 0:
+                order[earlier], order[place] = order[place], order[earlier]
+                place = earlier
+    result, step = [0] * len(shape), 1
+    for dim in order:
+        result[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(result)
+
+
 def normalize_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Check one placement per mesh dim and turn negative `Shard` dims into positive ones."""
     if len(placements) != mesh.ndim:
@@ -249,6 +277,16 @@ class ShardTensorSpec:
         if self.stride == contiguous_stride(self.shape):
             return self
         return self.cached("contiguous", lambda: ShardTensorSpec(self.mesh, self.placements, self.shape, self.sizes, self.dtype))
+
+    @cached_property
+    def computed(self) -> ShardTensorSpec:
+        """The spec of a new tensor computed element by element from this one alone: its memory has no gaps."""
+        return self.with_stride(iterated_stride(self.shape, [self.stride]))
+
+    def with_stride(self, stride: tuple[int, ...]) -> ShardTensorSpec:
+        if stride == self.stride:
+            return self
+        return ShardTensorSpec(self.mesh, self.placements, self.shape, self.sizes, self.dtype, stride)
 
     def as_stored(self, local: torch.Tensor) -> ShardTensorSpec:
         """This spec, or the row-major one if it has an expanded dim (stride 0) in which `local`, made of such a tensor, has memory.

@@ -194,7 +194,10 @@ class ShardTensor(torch.Tensor):
         for before, after in zip(self._spec.placements, placements, strict=True):
             if isinstance(after, Partial) and after != before:
                 raise RuntimeError(f"redistribute from {before} to {after}: a tensor cannot be made a pending sum")
-        return redistribute(self, self._spec.with_placements(placements))
+        result = redistribute(self, self._spec.with_placements(placements))
+        if result is self or not share_memory(result._local_tensor, self._local_tensor):
+            return result
+        return result.clone()  # rows of a replicated tensor: a write into them would leave it different on each rank
 
     # ------------------------------------------------------------------ operators
     # Defined here because those of torch.Tensor turn a TypeError from inside into "unsupported operand".
@@ -245,7 +248,7 @@ class ShardTensor(torch.Tensor):
         with _NoTorchFunction():
             if not self.is_leaf:
                 raise RuntimeError("only leaf tensors can be deep-copied: call detach() first")
-            result = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec)
+            result = ShardTensor(copy.deepcopy(self._local_tensor, memo), self._spec)
             if self.requires_grad:
                 result.requires_grad_()
                 align_gradient(result)
@@ -349,6 +352,11 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: ShardTensor):
         return redistribute(grad, ctx.source.gradient()), None
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a write into one may show in the other."""
+    return not torch.compiler.is_compiling() and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def needs_grad(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.shard_tensor.fallback import after_write, mark_copied
+from shardwise.shard_tensor.aliases import copied
 from shardwise.shard_tensor.ops.pointwise import pointwise_rule
 from shardwise.shard_tensor.registry import shard_rule
 from shardwise.shard_tensor.tensor import ShardTensor
@@ -20,13 +20,11 @@ aten = torch.ops.aten
 def conj(op, args, kwargs):
     """A copy that carries writes on to what it views; a pending sum stays one. Communication: none."""
     (x,) = args
-    base = x._local_tensor
 
-    def push(written: Tensor) -> None:
-        base.copy_(op(written))
-        after_write(x)
+    def gather(source: ShardTensor) -> Tensor:
+        return op(source._local_tensor).resolve_conj().resolve_neg()
 
-    return mark_copied(ShardTensor(op(base).resolve_conj().resolve_neg(), x._spec), push)
+    return copied(ShardTensor(gather(x), x._spec), x, gather, lambda source, written: source._local_tensor.copy_(op(written)))
 
 
 @shard_rule(aten.complex.default, aten.polar.default)

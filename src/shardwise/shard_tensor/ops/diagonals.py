@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.shard_tensor.aliases import after_write, check_writable, copied, same_memory
 from shardwise.shard_tensor.arguments import normal_dim, torch_names
-from shardwise.shard_tensor.fallback import after_write, check_writable, mark_copied
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -73,8 +73,11 @@ def _diagonal(input: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1)
     total = local.shape[-1] if counts is None else sum(counts)
     shape = (*(spec.shape[d] for d in kept), total)
     out = spec.with_dims(shape, (*kept, split), dtype=local.dtype)
-    result = from_local(local, ShardTensorSpec(out.mesh, out.placements, shape, (*out.sizes[:-1], counts), local.dtype))
-    return result if x is input else mark_copied(result)
+    stride = (*(spec.stride[d] for d in kept), spec.stride[first] + spec.stride[second])
+    result = from_local(local, ShardTensorSpec(out.mesh, out.placements, shape, (*out.sizes[:-1], counts), local.dtype, stride))
+    if x is input:
+        return same_memory(result, input)
+    return copied(result, input, lambda source: _diagonal(source, offset, dim1, dim2)._local_tensor)
 
 
 @shard_function(torch.diag, Tensor.diag)

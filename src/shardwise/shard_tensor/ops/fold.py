@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
+from shardwise.shard_tensor.aliases import copied, same_memory
 from shardwise.shard_tensor.empty import connected_empty
-from shardwise.shard_tensor.fallback import mark_copied
 from shardwise.shard_tensor.halo import Halo, aligned, fetch, make_halo, rows_at
 from shardwise.shard_tensor.ops.conv import each
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_function, shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
+from shardwise.shard_tensor.tensor import ShardTensor, from_local, needs_grad, redistribute, to_local
 from shardwise.spec.spans import Span, Window
 from shardwise.spec.windows import anchor, transposed_span, window_reads
 
@@ -134,9 +134,9 @@ def tensor_unfold(self, dimension, size, step):
     x = redistribute(self, spec.gradient())
     halo, out = x._spec.cached(("windows", dim, size, step), lambda: _windows_plan(x._spec, dim, size, step))
     local = fetch(to_local(x), x._spec, (halo,))
-    if halo.made[0] == halo.made[1]:
-        return mark_copied(from_local(connected_empty(out.local_shape, local), out))
-    return mark_copied(from_local(local.unfold(dim, size, step), out))
+    windows = connected_empty(out.local_shape, local) if halo.made[0] == halo.made[1] else local.unfold(dim, size, step)
+    again = None if needs_grad(self) else lambda source: tensor_unfold(source, dimension, size, step)._local_tensor
+    return copied(from_local(windows, out), self, again)
 
 
 def _windows_plan(spec: ShardTensorSpec, dim: int, size: int, step: int) -> tuple[Halo, ShardTensorSpec]:
@@ -154,9 +154,9 @@ def unfold_rule(op, args, kwargs):
     """Communication: none; `dimension` is not sharded (else the function above has handled it)."""
     x, dim, size, step = args
     spec = x._spec
-    whole = torch.empty(spec.shape, device="meta").unfold(dim, size, step)
-    out = spec.with_dims(whole.shape, [*range(spec.ndim), None])
-    return ShardTensor(op(x._local_tensor, dim, size, step), out)
+    whole = torch.empty_strided(spec.shape, spec.stride, device="meta").unfold(dim, size, step)
+    out = spec.with_dims(whole.shape, [*range(spec.ndim), None], whole.stride())
+    return same_memory(ShardTensor(op(x._local_tensor, dim, size, step), out), x)
 
 
 @shard_rule(aten.unfold_backward.default)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from shardwise.shard_tensor.fallback import replicated
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
@@ -22,19 +23,22 @@ def cat(op, args, kwargs):
     """Along an unsharded dim the operands take the layout of the largest. Along a sharded dim each rank gets the rows of the
     result that `torch.chunk` would give it."""
     tensors, dim = (*args, 0)[:2]
-    tensors = [x for x in tensors if x.ndim != 1 or x.shape[0] != 0] or tensors[:1]
+    sharded = [x for x in tensors if isinstance(x, ShardTensor)]
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    tensors = [x for x in tensors if x.ndim != 1 or x.shape[0] != 0] or sharded[:1]  # torch leaves empty vectors out
+    if not any(isinstance(x, ShardTensor) for x in tensors):
+        return replicated(op(tensors, dim).to(dtype), sharded[0]._spec.mesh)
     dim %= tensors[0].ndim
     largest = max((x for x in tensors if isinstance(x, ShardTensor)), key=lambda x: x._spec.numel)
     base = largest._spec.gradient()
     total = sum(x.shape[dim] for x in tensors)
     shape = (*base.shape[:dim], total, *base.shape[dim + 1 :])
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
     if base.sizes[dim] is None:
         out = ShardTensorSpec(base.mesh, base.placements, shape, base.sizes, dtype)
         parts = [_laid(x, base) for x in tensors]
-        return ShardTensor(op(parts, dim), out)
+        return ShardTensor(op(parts, dim).to(dtype), out)
     return _cat_sharded(tensors, dim, base, shape, dtype)
 
 
@@ -66,7 +70,7 @@ def _cat_sharded(tensors, dim: int, base: ShardTensorSpec, shape: tuple[int, ...
         want = ShardTensorSpec(base.mesh, base.placements, tuple(x.shape), (*base.sizes[:dim], mine, *base.sizes[dim + 1 :]), x.dtype)
         have = x._spec if isinstance(x, ShardTensor) else want.replicate()
         parts.append(redistribute_local(x._local_tensor if isinstance(x, ShardTensor) else x, have, want))
-    return ShardTensor(aten.cat.default(parts, dim), out)
+    return ShardTensor(aten.cat.default(parts, dim).to(dtype), out)
 
 
 def _pieces_in_place(tensors, dim: int, base: ShardTensorSpec, ranks: int) -> list[tuple[int, ...]] | None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.shard_tensor.halo import Halo, fetch, make_halo, with_sizes
 from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.tensor import from_local, redistribute, to_local
+from shardwise.shard_tensor.tensor import from_local, redistribute, share_memory, to_local
 from shardwise.spec.spans import Span, Spans, as_spans
 from shardwise.spec.windows import runs
 
@@ -45,6 +45,8 @@ def pad(input, pad, mode="constant", value=None):
         local = local.index_select(dim, torch.tensor(table, dtype=torch.int64, device=local.device))
     if any(plan.native):
         local = _pad_local(local, plan.native, mode, value)
+    if share_memory(local, x._local_tensor):  # rows of this rank alone, none added
+        local = local.clone()
     return from_local(local, plan.out)
 
 

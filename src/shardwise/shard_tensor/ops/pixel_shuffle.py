@@ -8,7 +8,7 @@ from shardwise.shard_tensor.empty import connected_empty
 from shardwise.shard_tensor.halo import aligned
 from shardwise.shard_tensor.registry import shard_function
 from shardwise.shard_tensor.spec import ShardTensorSpec
-from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, to_local
+from shardwise.shard_tensor.tensor import ShardTensor, from_local, redistribute, share_memory, to_local
 
 
 @shard_function(torch.pixel_shuffle)
@@ -51,4 +51,5 @@ def channel_shuffle(input, groups):
             f"channel_shuffle: {input.ndim} dims of shape {tuple(input.shape)} in {groups} groups: it takes at least 3 dims, and channels "
             "(dim 1) that are a multiple of groups"
         )
-    return input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+    result = input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+    return result.clone() if isinstance(result, ShardTensor) and share_memory(result._local_tensor, input._local_tensor) else result

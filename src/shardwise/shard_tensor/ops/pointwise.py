@@ -15,10 +15,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardwise.errors import MissingShardPatch
 from shardwise.shard_tensor import registry
-from shardwise.shard_tensor.fallback import after_write, check_writable, complete_in_place
+from shardwise.shard_tensor.aliases import after_write, check_writable, complete_in_place, replace_shard
 from shardwise.shard_tensor.redistribute import moved_bytes, redistribute_local
 from shardwise.shard_tensor.registry import call_function
-from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride
+from shardwise.shard_tensor.spec import ShardTensorSpec, contiguous_stride, iterated_stride
 from shardwise.shard_tensor.tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -132,7 +132,22 @@ def pointwise_rule(op, args: tuple, kwargs: dict):
         op(*local)
         after_write(args[0])
         return args[0]
-    return _wrap(op._op(*local), spec)
+    return _wrap(op._op(*local), _computed(args, spec))
+
+
+def _computed(args: Sequence, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The spec of a new tensor made of operands that lie as `spec`, though perhaps in other memory orders."""
+    strides = {a._spec.stride: None for a in args if isinstance(a, ShardTensor)}
+    return spec.computed if len(strides) == 1 else spec.with_stride(iterated_stride(spec.shape, list(strides)))
+
+
+def _result_stride(operands: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    for x in operands:
+        spec = (x.shape, x._spec.stride if isinstance(x, ShardTensor) else x.stride())
+        own = [0 if n == 1 and m != 1 else step for n, step, m in zip(*spec, shape[len(shape) - x.ndim :], strict=True)]
+        strides.append((*[0] * (len(shape) - x.ndim), *own))
+    return iterated_stride(shape, strides)
 
 
 def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
@@ -175,7 +190,11 @@ def _general(op, args: tuple, kwargs: dict):
             complete_in_place(written)
         target = written._spec
     else:
-        target = choose_layout(op, operands, shape)
+        target = choose_layout(op, operands, shape).with_stride(
+            contiguous_stride(shape)
+            if kwargs.get("memory_format", torch.preserve_format) is torch.contiguous_format
+            else _result_stride(operands, shape)
+        )
     convert = _converter(target, len(shape))
     local_args = [convert(a) if isinstance(a, Tensor) else a for a in args]
     local_kwargs = {k: convert(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
@@ -208,8 +227,10 @@ def _into_out(op, args: tuple, kwargs: dict, out: ShardTensor, shape: tuple[int,
     local = [convert(a) if isinstance(a, Tensor) else a for a in args]
     inputs = {k: convert(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     del operands
+    if target is not out._spec:
+        replace_shard(out, out._local_tensor, target)
     op(*local, **inputs, out=out._local_tensor)
-    out._spec = target
+    after_write(out)
     return out
 
 
@@ -285,8 +306,7 @@ def _result_spec(operand: ShardTensor, op, operands: Sequence[Tensor], shape: tu
             placements.append(Replicate())
         else:
             placements.append(placement)
-    stride = spec.stride if shape == spec.shape else contiguous_stride(shape)
-    return ShardTensorSpec(spec.mesh, tuple(placements), tuple(shape), tuple(sizes), spec.dtype, stride)
+    return ShardTensorSpec(spec.mesh, tuple(placements), tuple(shape), tuple(sizes), spec.dtype)
 
 
 def _keeps_partial(operand: ShardTensor, op, operands: Sequence[Tensor]) -> bool:
@@ -331,7 +351,7 @@ def _fast(func, types, args: tuple, kwargs: dict):
                     return func(*args)
     if spec.partial_mesh_dims:
         return call_function(func, types, args, kwargs)
-    return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), spec)
+    return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), _computed(args, spec))
 
 
 registry.functions.update(dict.fromkeys(_FAST, _fast))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardwise.random import draw_key, integers, keep_mask, normal, open_uniform, random_values, uniform
 from shardwise.shard_tensor import registry
-from shardwise.shard_tensor.fallback import after_write, check_writable, fallback_rule
+from shardwise.shard_tensor.aliases import after_write, check_writable, replace_shard
+from shardwise.shard_tensor.fallback import fallback_rule
 from shardwise.shard_tensor.reduction_plan import completed
 from shardwise.shard_tensor.registry import shard_rule
 from shardwise.shard_tensor.spec import ShardTensorSpec
@@ -136,7 +137,7 @@ def fill(op, args, kwargs):
     if x._spec is spec:
         x._local_tensor.copy_(numbers)
     else:
-        x._local_tensor, x._spec = numbers, spec
+        replace_shard(x, numbers, spec)
     after_write(x)
     return x
 

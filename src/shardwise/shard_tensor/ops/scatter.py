@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardwise.collectives import functional as comm
 from shardwise.shard_tensor.adopt import become_sharded, part_of, plain_values, replicated_spec, sharded, whole_value
+from shardwise.shard_tensor.aliases import complete_in_place
 from shardwise.shard_tensor.arguments import normal_dim, torch_names
-from shardwise.shard_tensor.fallback import complete_in_place, fallback_rule
+from shardwise.shard_tensor.fallback import fallback_rule
 from shardwise.shard_tensor.halo import dim_group
 from shardwise.shard_tensor.ops.indexing import MASKS, has_tensor_index, index_places, own_places, result_dims, split_key
 from shardwise.shard_tensor.registry import shard_function, shard_function_table, shard_rule

@@ -31,7 +31,7 @@ def softmax(op, args, kwargs):
     x, dim = args[:2]
     local, spec = completed(x)
     plan = reduction_plan(spec, dim, keepdim=True)
-    if not plan.axes:
+    if not plan.axes or not plan.count:
         return ShardTensor(op(local, *args[1:], **kwargs), spec)
     if op is aten._safe_softmax.default:
         dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None) or local.dtype
@@ -63,7 +63,7 @@ def softmax_backward(op, args, kwargs):
     grad_local = _laid(grad, spec)
     output_local = output_local if isinstance(output, ShardTensor) else _laid(output, spec)
     plan = reduction_plan(spec, dim, keepdim=True)
-    if not plan.axes:
+    if not plan.axes or not plan.count:
         return ShardTensor(op(grad_local, output_local, dim, dtype), spec)
     wide = accumulation_dtype(output_local.dtype)
     g, y = grad_local.to(wide), output_local.to(wide)

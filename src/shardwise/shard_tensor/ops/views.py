@@ -7,12 +7,13 @@ sharded dim does not lead its run (the shard moves), and where one row of a shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardwise.shard_tensor.fallback import after_write, mark_copied, note_view
+from shardwise.shard_tensor.aliases import copied, same_memory
 from shardwise.shard_tensor.redistribute import redistribute_local
 from shardwise.shard_tensor.registry import call_function, functions, shard_rule
 from shardwise.shard_tensor.regroup import complete_shape, view_specs
@@ -24,18 +25,6 @@ _slice = aten.slice.Tensor._op
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
-def _same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
-    """`view`, which shares the memory of `x`: if `x` is itself a copied view, a write must go on to what `x` views; views of a pending
-    sum cannot be written into."""
-    if x._spec.partial_mesh_dims:  # a write would complete the view, not what it views
-        note_view(view, x)
-        return mark_copied(view)
-    push = x.__dict__.get("_copied_view")
-    if push is not None:
-        mark_copied(view, (lambda written: after_write(x)) if push else None)
-    return view
-
-
 # ---------------------------------------------------------------------- view and reshape
 
 
@@ -43,25 +32,27 @@ def _same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
 def view(op, args, kwargs):
     x, shape = args[0], args[1]
     spec = x._spec
-    plan = spec.cached(("view", tuple(shape)), lambda: _view_plan(spec, shape))
-    before, after, local_shape = plan
-    local = redistribute_local(x._local_tensor, spec, before)
+    before, after, local_shape = spec.cached(("view", tuple(shape)), lambda: _view_plan(spec, shape))
     if before is spec:
         try:
-            return _same_memory(ShardTensor(local.view(local_shape), after), x)
+            return same_memory(ShardTensor(x._local_tensor.view(local_shape), after), x)
         except (RuntimeError, ValueError):  # the shard's memory order allows no view
             pass
-    base = x._local_tensor
 
-    def push(written: torch.Tensor) -> None:
-        base.copy_(redistribute_local(written.reshape(before.local_shape), before, spec))
-        after_write(x)
+    def gather(source: ShardTensor) -> torch.Tensor:
+        return redistribute_local(source._local_tensor, spec, before).reshape(local_shape)
 
-    return mark_copied(ShardTensor(local.reshape(local_shape), after), push)
+    def push(source: ShardTensor, written: torch.Tensor) -> None:
+        source._local_tensor.copy_(redistribute_local(written.reshape(before.local_shape), before, spec))
+
+    return copied(ShardTensor(gather(x), after), x, gather, push)
 
 
 def _view_plan(spec: ShardTensorSpec, shape: Sequence[int]):
-    before, after = view_specs(spec, complete_shape(shape, spec.numel))
+    shape = complete_shape(shape, spec.numel)
+    before, after = view_specs(spec, shape)
+    with suppress(RuntimeError):  # where the memory order allows a view
+        after = after.with_stride(torch.empty_strided(spec.shape, spec.stride, device="meta").view(shape).stride())
     return before, after, after.local_shape
 
 
@@ -69,12 +60,19 @@ def _view_plan(spec: ShardTensorSpec, shape: Sequence[int]):
 def view_dtype(op, args, kwargs):
     """Another dtype on the same bytes; between dtypes of different size the last dim must not be sharded."""
     x, dtype = args
-    spec = x._spec.gradient()  # the bytes of a pending sum are not a sum
+    source, spec = x._spec, x._spec.gradient()  # the bytes of a pending sum are not a sum
     if dtype.itemsize != spec.dtype.itemsize and spec.sizes[-1] is not None:
         spec = spec.replicate(spec.mesh_dims_of(spec.ndim - 1))
-    local = redistribute_local(x._local_tensor, x._spec, spec).view(dtype)
+
+    def gather(of: ShardTensor) -> torch.Tensor:
+        return redistribute_local(of._local_tensor, source, spec).view(dtype)
+
+    def push(of: ShardTensor, written: torch.Tensor) -> None:
+        of._local_tensor.copy_(redistribute_local(written.view(source.dtype), spec, source))
+
     shape = (*spec.shape[:-1], spec.shape[-1] * spec.dtype.itemsize // dtype.itemsize) if spec.ndim else ()
-    return ShardTensor(local, spec.with_dims(shape, range(spec.ndim), dtype=dtype))
+    result = ShardTensor(gather(x), spec.with_dims(shape, range(spec.ndim), dtype=dtype))
+    return same_memory(result, x) if spec is source else copied(result, x, gather, push)
 
 
 # ---------------------------------------------------------------------- order of dims
@@ -92,7 +90,7 @@ def transpose_local(x: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return _reordered(spec, order)
 
-    return _same_memory(ShardTensor(x._local_tensor.transpose(dim0, dim1), spec.cached(("transpose", dim0, dim1), make)), x)
+    return same_memory(ShardTensor(x._local_tensor.transpose(dim0, dim1), spec.cached(("transpose", dim0, dim1), make)), x)
 
 
 @shard_rule(aten.transpose.int)
@@ -112,17 +110,26 @@ def permute(op, args, kwargs):
     spec = x._spec
     order = tuple(d % spec.ndim for d in dims)
     out = spec.cached(("permute", order), lambda: _reordered(spec, order))
-    return _same_memory(ShardTensor(x._local_tensor.permute(order), out), x)
+    return same_memory(ShardTensor(x._local_tensor.permute(order), out), x)
 
 
 # ---------------------------------------------------------------------- size-1 dims
 
 
-def _without_shards(x: ShardTensor, dims: Sequence[int]) -> tuple[torch.Tensor, ShardTensorSpec]:
-    """`x` with the given dims unsharded."""
+def _without_shards(x: ShardTensor, dims: Sequence[int]) -> ShardTensor:
+    """A view of `x` with the given dims unsharded; `x` itself if they are."""
     axes = [axis for dim in dims if x._spec.sizes[dim] is not None for axis in x._spec.mesh_dims_of(dim)]
-    spec = x._spec.replicate(sorted(axes)) if axes else x._spec
-    return redistribute_local(x._local_tensor, x._spec, spec), spec
+    if not axes:
+        return x
+    spec, whole = x._spec, x._spec.replicate(sorted(axes))
+
+    def gather(source: ShardTensor) -> torch.Tensor:
+        return redistribute_local(source._local_tensor, spec, whole)
+
+    def push(source: ShardTensor, written: torch.Tensor) -> None:
+        source._local_tensor.copy_(redistribute_local(written, whole, spec))
+
+    return copied(ShardTensor(gather(x), whole), x, gather, push)
 
 
 @shard_rule(aten.unsqueeze.default)
@@ -136,7 +143,7 @@ def unsqueeze(op, args, kwargs):
         inner = spec.shape[dim] * spec.stride[dim] if dim < spec.ndim else 1
         return spec.with_dims(shape, [*range(dim), None, *range(dim, spec.ndim)], (*spec.stride[:dim], inner, *spec.stride[dim:]))
 
-    return _same_memory(ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make)), x)
+    return same_memory(ShardTensor(x._local_tensor.unsqueeze(dim), spec.cached(("unsqueeze", dim), make)), x)
 
 
 @shard_rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -145,10 +152,11 @@ def squeeze(op, args, kwargs):
     ndim = x._spec.ndim
     named = range(ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {d % ndim for d in named if ndim and x._spec.shape[d] == 1}
-    local, spec = _without_shards(x, sorted(gone))
+    x = _without_shards(x, sorted(gone))
+    local, spec = x._local_tensor, x._spec
     kept = [d for d in range(ndim) if d not in gone]
     out = spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept))
-    return _same_memory(ShardTensor(local.squeeze(tuple(sorted(gone))) if gone else local.view(local.shape), out), x)
+    return same_memory(ShardTensor(local.squeeze(tuple(sorted(gone))) if gone else local.view(local.shape), out), x)
 
 
 @shard_rule(aten.expand.default)
@@ -156,14 +164,15 @@ def expand(op, args, kwargs):
     x, size = args[0], tuple(args[1])
     shift = len(size) - x._spec.ndim
     grown = [d for d in range(x._spec.ndim) if x._spec.shape[d] == 1 and size[d + shift] not in (1, -1)]
-    local, spec = _without_shards(x, grown)
+    x = _without_shards(x, grown)
+    spec = x._spec
     shape = tuple(spec.shape[i - shift] if n == -1 else n for i, n in enumerate(size))
     stride = tuple(0 if i < shift or (spec.shape[i - shift] == 1 and shape[i] != 1) else spec.stride[i - shift] for i in range(len(shape)))
     out = spec.with_dims(shape, [None] * shift + list(range(spec.ndim)), stride)
     for d in range(spec.ndim):
         if spec.sizes[d] is None and shape[d + shift] != spec.shape[d] and spec.shape[d] != 1:
             raise RuntimeError(f"expand: dim {d} of size {spec.shape[d]} cannot become {shape[d + shift]}")
-    return ShardTensor(local.expand(out.local_shape), out)
+    return same_memory(ShardTensor(x._local_tensor.expand(out.local_shape), out), x)
 
 
 # ---------------------------------------------------------------------- slices
@@ -187,7 +196,7 @@ def _sliced(x: ShardTensor, key: tuple) -> ShardTensor:
     if on_shards:
         _remember(spec, dim)
     local = x._local_tensor.narrow(dim, start, count) if step == 1 else _slice(x._local_tensor, dim, start, start + count, step)
-    return _same_memory(ShardTensor(local, out), x)
+    return same_memory(ShardTensor(local, out), x)
 
 
 def _remember(spec: ShardTensorSpec, dim: int) -> None:
@@ -247,17 +256,8 @@ def select(op, args, kwargs):
         spec = x._spec
         kept = [d for d in range(spec.ndim) if d != dim]
         out = spec.cached(("select", dim), lambda: spec.with_dims([spec.shape[d] for d in kept], kept, tuple(spec.stride[d] for d in kept)))
-        return _same_memory(ShardTensor(x._local_tensor.select(dim, index), out), x)
-    row = sliced(x, dim, index, index + 1)
-    local, spec = _without_shards(row, [dim])
-    kept = [d for d in range(spec.ndim) if d != dim]
-
-    def push(written: torch.Tensor) -> None:
-        if row._local_tensor.shape[dim]:
-            row._local_tensor.select(dim, 0).copy_(written)
-        after_write(x)
-
-    return mark_copied(ShardTensor(local.select(dim, 0), spec.with_dims([spec.shape[d] for d in kept], kept)), push)
+        return same_memory(ShardTensor(x._local_tensor.select(dim, index), out), x)
+    return select(op, (_without_shards(sliced(x, dim, index, index + 1), [dim]), dim, 0), {})
 
 
 @shard_rule(aten.slice_backward.default)
@@ -269,7 +269,8 @@ def slice_backward(op, args, kwargs):
     start, stop = _bounds(start, stop, step, shape[dim])
     blocks = spec.sizes[dim]
     if blocks is None or not spec.shape[dim]:
-        local, spec = (grad._local_tensor, spec) if blocks is None else _without_shards(grad, [dim])
+        grad = grad if blocks is None else _without_shards(grad, [dim])
+        local, spec = grad._local_tensor, grad._spec
         out = spec.cached(("slice_backward", tuple(shape)), lambda: spec.with_dims(shape, range(spec.ndim)))
         return ShardTensor(op(local, out.local_shape, dim, start, stop, step), out)
     borders = [sum(blocks[:i]) for i in range(len(blocks) + 1)]
@@ -344,10 +345,7 @@ def split_with_sizes(op, args, kwargs):
 def unbind(op, args, kwargs):
     x, dim = (*args, 0)[:2]
     dim %= x._spec.ndim
-    if x._spec.sizes[dim] is not None:
-        local, spec = _without_shards(x, [dim])
-        x = ShardTensor(local, spec)
-        return [mark_copied(select(aten.select.int, (x, dim, i), {})) for i in range(x._spec.shape[dim])]
+    x = _without_shards(x, [dim])
     return [select(aten.select.int, (x, dim, i), {}) for i in range(x._spec.shape[dim])]
 
 
@@ -356,7 +354,7 @@ def unbind(op, args, kwargs):
 
 @shard_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def same(op, args, kwargs):
-    return _same_memory(ShardTensor(op(args[0]._local_tensor), args[0]._spec), args[0])
+    return same_memory(ShardTensor(op(args[0]._local_tensor), args[0]._spec), args[0])
 
 
 @shard_rule(aten.view_as_real.default)
@@ -364,15 +362,24 @@ def view_as_real(op, args, kwargs):
     spec = args[0]._spec
     local = op(args[0]._local_tensor)
     out = spec.with_dims((*spec.shape, 2), [*range(spec.ndim), None], (*(2 * s for s in spec.stride), 1), local.dtype)
-    return ShardTensor(local, out)
+    return same_memory(ShardTensor(local, out), args[0])
 
 
 @shard_rule(aten.view_as_complex.default)
 def view_as_complex(op, args, kwargs):
-    local, spec = _without_shards(args[0], [args[0]._spec.ndim - 1])
-    result = op(local.contiguous() if local.stride()[-1] != 1 else local)
-    out = spec.with_dims(spec.shape[:-1], range(spec.ndim - 1), tuple(s // 2 for s in spec.stride[:-1]), result.dtype)
-    return ShardTensor(result, out)
+    x = _without_shards(args[0], [args[0]._spec.ndim - 1])
+    spec = x._spec
+    out = spec.with_dims(spec.shape[:-1], range(spec.ndim - 1), tuple(s // 2 for s in spec.stride[:-1]), x.dtype.to_complex())
+    if x._local_tensor.stride()[-1] == 1:
+        return same_memory(ShardTensor(op(x._local_tensor), out), x)
+
+    def gather(source: ShardTensor) -> torch.Tensor:
+        return op(source._local_tensor.contiguous())
+
+    def push(source: ShardTensor, written: torch.Tensor) -> None:
+        source._local_tensor.copy_(torch.view_as_real(written))
+
+    return copied(ShardTensor(gather(x), out), x, gather, push)
 
 
 # ---------------------------------------------------------------------- the short way, where nothing is recorded
@@ -423,7 +430,7 @@ def _fast_getitem(func, types, args, kwargs):
     if key not in spec._cache:
         spec._cache[key] = _getitem_spec(spec, key[1:])
     out = spec._cache[key]
-    return call_function(func, types, args, kwargs) if out is None else _same_memory(ShardTensor(x._local_tensor[index], out), x)
+    return call_function(func, types, args, kwargs) if out is None else same_memory(ShardTensor(x._local_tensor[index], out), x)
 
 
 def _getitem_spec(spec: ShardTensorSpec, key: tuple) -> ShardTensorSpec | None:
