@@ -63,15 +63,21 @@ def test_a_resumed_run_under_another_layout_continues_with_equal_losses(tmp_path
     assert {**first, **rest} == pytest.approx(whole, rel=1e-5)
 
 
-def test_sigterm_saves_and_ends(tmp_path):
-    command = launch("--recipe", TINY, *QUICK, "train.train_iters=100000", f"checkpoint.save={tmp_path}", ranks=1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_ends(tmp_path, ranks):
+    command = [sys.executable, "-m", "shardwise", "train", "--nproc", str(ranks), "--recipe", TINY, *QUICK]
+    command += ["train.train_iters=100000", f"checkpoint.save={tmp_path}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV)
     assert process.stdout is not None
     for line in process.stdout:
         if "iteration" in line:
             break
+    launchers = _children(process.pid)
+    started = [*launchers, *(child for launcher in launchers for child in _children(launcher))]
+    assert ranks == 1 or len(started) > ranks
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 143
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
     step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert step >= 1 and (tmp_path / f"iter_{step:07d}" / "run.json").is_file()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.cli import FINDING, OK
+from shardwise.cli.launch import call, started
 from shardwise.errors import InputError
 
 RANKS = (1, 2, 3, 4)
@@ -61,7 +61,7 @@ def _plan() -> None:
         "3",
     ]
     print("$ shardwise " + " ".join(command), flush=True)
-    subprocess.run([sys.executable, "-m", "shardwise", *command], check=False)
+    call([sys.executable, "-m", "shardwise", *command])
 
 
 def _train(ranks: int, steps: int, dtype: str, *, quiet: bool) -> list[dict[str, Any]]:
@@ -86,11 +86,12 @@ def _train(ranks: int, steps: int, dtype: str, *, quiet: bool) -> list[dict[str,
                 f"\ntraining a UNet and a vision transformer for {steps} steps on {ranks} process{'es' if ranks > 1 else ''} ...",
                 flush=True,
             )
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        if done.returncode:
+        with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            _, errors = process.communicate()
+        if process.returncode:
             raise InputError(
-                given=f"the run on {ranks} ranks (exit code {done.returncode})",
-                why=done.stderr[-2000:] or "it printed nothing",
+                given=f"the run on {ranks} ranks (exit code {process.returncode})",
+                why=errors[-2000:] or "it printed nothing",
                 try_=" ".join(command),
             )
         return [json.loads(line) for line in out.read_text().splitlines()]

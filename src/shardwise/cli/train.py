@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
+from shardwise.cli.launch import call
 from shardwise.cli.run import refused
 from shardwise.errors import InputError, LayoutError
 
@@ -74,7 +74,7 @@ def train(
         return run(chosen)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "shardwise.train"]
     options = ["--recipe", recipe, *(["--resume"] if resume else [])]
-    return subprocess.call([*command, *options, *(overrides or [])], env={"OMP_NUM_THREADS": "1", **os.environ})
+    return call([*command, *options, *(overrides or [])])
 
 
 def _fits_here(chosen: RunPlan, world: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli import options as opt
+from shardwise.cli.launch import call
 from shardwise.cli.train import Overrides, RecipeName
 from shardwise.errors import InputError
 
@@ -47,7 +47,7 @@ def verify(
         return _compare(chosen, steps, as_json)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "shardwise", "verify"]
     words = ["--recipe", recipe, "--steps", str(steps), *(["--json"] if as_json else []), *(overrides or [])]
-    return subprocess.run([*command, *words], env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
+    return call([*command, *words])
 
 
 def _compare(chosen: object, steps: int, as_json: bool) -> int:
