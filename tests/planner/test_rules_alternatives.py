@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import Finding
 from shardwise.planner.rules import check_layout
-from shardwise.planner.rules.alternatives import legal_tp, natural_cp_comm, nearest
+from shardwise.planner.rules.alternatives import closest, legal_tp, natural_cp_comm, nearest
 from shardwise.planner.rules.rule import FRAMEWORKS
 from shardwise.spec import catalog, grammar
 from shardwise.spec.layout import Layout
@@ -172,3 +172,10 @@ def test_any_layout_is_judged(layout, model, gpus, gpu, seq_len, framework, opti
     findings = check_layout(known, layout, cluster, seq_len=seq_len, framework=framework, settings=options)
     for finding in findings:
         assert finding.given and finding.why and finding.severity in ("error", "warning", "info")
+
+
+@given(low=st.integers(1, 40), more=st.integers(0, 200), to=st.integers(0, 300), count=st.integers(1, 3), step=st.integers(1, 9))
+def test_closest_is_nearest_of_the_legal(low: int, more: int, to: int, count: int, step: int) -> None:
+    high = low + more
+    legal = [value for value in range(low, high + 1) if value % step in (0, 2)]
+    assert closest(lambda value: value % step in (0, 2), low, high, to, count) == nearest(legal, to, count)

@@ -73,7 +73,7 @@ offloads = st.builds(
     Offload,
     optimizer=st.sampled_from([0.0, 0.25, 1.0]),
     activation_layers=st.integers(0, 99),
-    activation_modules=st.lists(st.sampled_from(["core_attn", "mlp"]), max_size=2).map(tuple),
+    activation_modules=st.lists(st.sampled_from(["core_attn", "moe_act"]), max_size=2).map(tuple),
 )
 special = {
     "cp_sizes": st.lists(count, max_size=2).map(tuple),

@@ -42,6 +42,8 @@ def test_pinned_last_stage() -> None:
         (Layout(pp=3, first_stage_layers=30, last_stage_layers=31), r"leave 0 of 61 layers for 1 other stages"),
         (Layout(pp=4, last_stage_layers=0), "at least one layer"),
         (Layout(pp=64), "64 stages are more than the layers"),
+        (Layout(pp=10**6, vpp=10**6), "1000000000000 stages are more than the layers"),
+        (Layout(pp=2, vpp=10**12, first_stage_layers=1), "2000000000000 stages are more than the layers"),
     ],
 )
 def test_impossible_splits_are_refused(layout: Layout, text: str) -> None:

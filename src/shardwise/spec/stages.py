@@ -60,22 +60,29 @@ def _pinned_counts(layout: Layout, num_layers: int) -> list[int]:
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
+def _refuse_more_stages(layout: Layout, num_layers: int) -> None:
+    """One or two stages may be without layers, those of the embedding and the loss."""
+    if layout.stages > num_layers + 2:
+        given = f"{num_layers} layers, pp={layout.pp}, vpp={layout.vpp}"
+        raise _refuse("P2", given, f"{layout.stages} stages are more than the layers", f"pp * vpp of at most {num_layers + 2}")
+
+
 def layer_counts(layout: Layout, num_layers: int) -> list[int]:
     """Layers of each virtual stage. Raises `LayoutError` when the layers cannot be laid out that way."""
     if layout.pipeline_layout is not None:
         return [word.count("t") for word in layout.pipeline_layout]
     if layout.first_stage_layers is not None or layout.last_stage_layers is not None:
-        per_rank = [even_counts(count, layout.vpp) for count in _pinned_counts(layout, num_layers)]
+        pinned = _pinned_counts(layout, num_layers)
+        _refuse_more_stages(layout, num_layers)
+        per_rank = [even_counts(count, layout.vpp) for count in pinned]
         return [per_rank[rank_of_stage(layout, s)][s // layout.pp] for s in range(layout.stages)]
+    _refuse_more_stages(layout, num_layers)
     # a stage of the embedding or the loss alone: when stages are cut so, or when there are one or two stages too many
     extra_last = layout.account_for_loss or layout.stages > num_layers
     extra_first = layout.account_for_embedding or layout.stages > num_layers + 1
     counts = even_counts(num_layers + extra_first + extra_last, layout.stages)
     counts[0] -= extra_first
     counts[-1] -= extra_last
-    if min(counts) < 0 or layout.stages > num_layers + 2:
-        given = f"{num_layers} layers, pp={layout.pp}, vpp={layout.vpp}"
-        raise _refuse("P2", given, f"{layout.stages} stages are more than the layers", f"pp * vpp of at most {num_layers + 2}")
     return counts
 
 
@@ -118,8 +125,9 @@ def stage_params(model: ModelSpec, layout: Layout, stage: Stage) -> Params:
 
 def rank_params(model: ModelSpec, layout: Layout) -> tuple[Params, ...]:
     """Parameters one rank of each pipeline rank holds, all its virtual stages together."""
+    cut = split(layout, model.num_layers, len(model.mtp))
     held = [Params(0)] * layout.pp
-    for stage in split(layout, model.num_layers, len(model.mtp)):
+    for stage in cut:
         ranks = {stage.rank}
         if layout.schedule == "dualpipe":  # both directions: every stage also lives on the mirrored rank
             ranks.add(layout.pp - 1 - stage.rank)

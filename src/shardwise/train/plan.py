@@ -66,7 +66,9 @@ def layout_of(config: RunConfig, world: int) -> Layout:
     m, t = config.model, config.train
     pp = m.pipeline_model_parallel_size
     words = None if m.pipeline_model_parallel_layout is None else pipeline_layout.parse(m.pipeline_model_parallel_layout)
-    vpp = m.virtual_pipeline_model_parallel_size or (len(words) // max(1, pp) if words else 1)
+    vpp = m.virtual_pipeline_model_parallel_size
+    if vpp is None:
+        vpp = len(words) // max(1, pp) if words else 1
     if m.pipeline_schedule in ("zbv", "dualpipev") and m.virtual_pipeline_model_parallel_size is None:
         vpp = 2
     sharding = "fsdp2" if config.ddp.use_torch_fsdp2 else "distributed_optimizer" if config.ddp.use_distributed_optimizer else "none"
@@ -75,7 +77,7 @@ def layout_of(config: RunConfig, world: int) -> Layout:
         cp=m.context_parallel_size,
         pp=pp,
         ep=m.expert_model_parallel_size,
-        etp=m.expert_tensor_parallel_size or 1,
+        etp=1 if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size,
         vpp=vpp,
         sp=m.sequence_parallel,
         cp_comm=m.cp_comm_type or "p2p",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd, isqrt, lcm
 
 from shardwise.spec.blocks import Attention, CompressedAttention, DeltaNet, Mamba2, Mla
@@ -22,6 +22,16 @@ def divisors(number: int) -> list[int]:
 def nearest(values: Iterable[int], to: int, count: int = 4) -> list[int]:
     """The `count` values closest to `to`, in ascending order."""
     return sorted(sorted(values, key=lambda value: (abs(value - to), value))[:count])
+
+
+def closest(legal: Callable[[int], bool], low: int, high: int, to: int, count: int) -> list[int]:
+    """The `count` legal values of `low` to `high` closest to `to`, in ascending order, without asking about all others."""
+    start, found = min(max(to, low), high), []
+    for distance in range(high - low + 1):
+        found += [value for value in sorted({start - distance, start + distance}) if low <= value <= high and legal(value)]
+        if len(found) >= count:
+            break
+    return sorted(found[:count])
 
 
 def listed(name: str, values: Iterable[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.errors import LayoutError
-from shardwise.planner.rules.alternatives import legal_pp, listed, multiples, nearest
+from shardwise.planner.rules.alternatives import closest, legal_pp, listed, multiples, nearest
 from shardwise.planner.rules.rule import BRIDGE, MEGATRON, MEGATRONS, SHARDWISE, TITAN, Case, Problem, rule
 from shardwise.spec import pipeline_layout, stages
 from shardwise.spec.layout import Layout
@@ -118,16 +118,19 @@ def interleaved_group_fits(case: Case) -> Iterator[Problem]:
     group, micro = layout.vpp_group or layout.pp, layout.microbatches
     step = layout.mbs * layout.dp
     given = f"{micro} micro batches (gbs={layout.gbs} mbs={layout.mbs} dp={layout.dp}), pp={layout.pp} vpp={layout.vpp}, groups of {group}"
-    groups = [size for size in range(layout.pp, micro + 1) if micro % size == 0 or micro % size >= layout.pp]
+
+    def fills(size: int) -> bool:
+        return micro % size == 0 or micro % size >= layout.pp
+
     if micro < layout.pp:
         yield Problem(given, f"interleaving needs as many micro batches as ranks, {layout.pp}", f"gbs={layout.pp * step} or more, or vpp=1")
     elif not layout.pp <= group <= micro:
         why = f"interleaving runs groups of {layout.pp} to M={micro} micro batches"
-        yield Problem(given, why, f"{listed('vpp_group', nearest(groups, group, 2))}, or vpp=1")
-    elif group not in groups:
+        yield Problem(given, why, f"{listed('vpp_group', closest(fills, layout.pp, micro, group, 2))}, or vpp=1")
+    elif not fills(group):
         legal = [size * step for size in multiples(group, micro)]
         why = f"the last {micro % group} micro batches are too few to fill {layout.pp} ranks"
-        yield Problem(given, why, f"{listed('vpp_group', nearest(groups, group, 1))}, or {listed('gbs', legal)}, or vpp=1")
+        yield Problem(given, why, f"{listed('vpp_group', closest(fills, layout.pp, micro, group, 1))}, or {listed('gbs', legal)}, or vpp=1")
 
 
 @rule("P9", _CONFIG)

@@ -31,6 +31,8 @@ def degrees_are_positive(case: Case) -> Iterator[Problem]:
         value = getattr(case.layout, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield Problem(f"{name}={value}", "a degree or batch size counts ranks or samples", f"{name}=1 or more")
+    if case.seq_len is not None and case.seq_len < 1:
+        yield Problem(f"seq_len={case.seq_len}", "a sequence has tokens", "seq_len=1 or more")
 
 
 @rule("W1", f"{_INIT}; Megatron Bridge ConfigContainer.get_data_parallel_size; torchtitan ParallelDims._validate")
