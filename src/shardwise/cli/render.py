@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardwise.errors import Finding
 
+_WIDEST = 1000  # columns of a table
 _COLOUR = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -42,13 +43,17 @@ def make_table(title: str, columns: Sequence[str], *, text: Sequence[int] = (0,)
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, text: Sequence[int] = (0,), wrap: Sequence[int] = ()
 ) -> None:
+    """Print the rows, if any; wider than the terminal where cells would be cut otherwise."""
+    from rich.measure import Measurement
     from rich.text import Text
 
     table = make_table(title, columns, text=text, wrap=wrap)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     if table.row_count:
-        console().print(table)
+        out = console()
+        out.width = max(out.width, Measurement.get(out, out.options.update(width=_WIDEST), table).minimum)
+        out.print(table)
 
 
 class Footnotes:
