@@ -18,9 +18,10 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-# Random op cases on ranks as threads against one process.
+# Random op cases, and random programs of several ops, on ranks as threads against one process.
 sweep: $(READY)
 	$(BIN)/python -m tests.sweep --cases 3000 --seed 0
+	$(BIN)/python -m tests.programs --cases 1000 --seed 0
 
 # Public models, unmodified, split over ranks against one process.
 zoo: $(READY)

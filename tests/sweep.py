@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -85,12 +85,13 @@ def _layout(rng, case, position, letters, blocks):
     for dim in {placement.dim for placement in placements if isinstance(placement, Shard)}:
         letter, count = t.dims[dim], prod(size for size, placement in zip(case.mesh, placements) if placement == Shard(dim))
         if (letter, count) not in blocks:
-            blocks[letter, count] = _rows(rng, case.sizes[letter], count)
+            blocks[letter, count] = random_rows(rng, case.sizes[letter], count)
         rows[dim] = blocks[letter, count]
     return placements, rows
 
 
-def _rows(rng: random.Random, total: int, count: int) -> tuple[int, ...]:
+def random_rows(rng: random.Random, total: int, count: int) -> tuple[int, ...]:
+    """`total` rows over `count` blocks, some perhaps empty."""
     weights = [rng.choice((0, 1, 1, 2, 3)) for _ in range(count)]
     weights[rng.randrange(count)] += 1
     cuts = [total * sum(weights[: i + 1]) // sum(weights) for i in range(count)]
@@ -109,15 +110,24 @@ class Verdict:
 def run(case: Case) -> Verdict:
     """The case on its ranks against one process."""
 
-    def rank_function(rank: int) -> tuple[str, str]:
+    def compare(rank: int) -> None:
         world = World(device=torch.device("cpu"), axes=dict(zip("ab", case.mesh)))
         tensors = whole_inputs(case.sample, sizes=case.sizes, dtype=case.dtype, seed=case.number)
         inputs = [
             x if layout is None else shard(x, world.mesh, placements=layout[0], sizes=layout[1]) for x, layout in zip(tensors, case.layouts)
         ]
         tolerance = TOLERANCE.get(case.dtype)
+        assert_same_as_unsharded(case.sample.function, *inputs, grads=case.sample.grads, rtol=tolerance, atol=tolerance)
+
+    return judge(prod(case.mesh), compare)
+
+
+def judge(size: int, compare: Callable[[int], None]) -> Verdict:
+    """What `compare(rank)`, which raises AssertionError where it differs from one process, says on `size` ranks."""
+
+    def rank_function(rank: int) -> tuple[str, str]:
         try:
-            assert_same_as_unsharded(case.sample.function, *inputs, grads=case.sample.grads, rtol=tolerance, atol=tolerance)
+            compare(rank)
         except REFUSALS as error:
             return "refused", f"{type(error).__name__}: {error}"
         except AssertionError as error:
@@ -125,7 +135,7 @@ def run(case: Case) -> Verdict:
         return "right", ""
 
     try:
-        results = run_in_threads(prod(case.mesh), rank_function, TIMEOUT_S)
+        results = run_in_threads(size, rank_function, TIMEOUT_S)
     except RankHang as error:
         return Verdict(kind="hung", summary=str(error).partition("\n")[0], detail=str(error))
     except Exception as error:

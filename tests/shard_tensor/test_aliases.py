@@ -89,6 +89,14 @@ def test_windows_with_a_gradient_refuse_to_be_used_after_a_write(world):
 
 
 @ranks(2)
+def test_a_write_that_would_not_reach_what_is_viewed_is_refused(world):
+    x = shard(world.randn(6, 4), world.mesh, dim=0, sizes=(1, 5))
+    for view in (x.unfold(0, 3, 1), x.unfold(0, 3, 1)[1], x.unfold(0, 3, 1)[2:].view(-1)):
+        with pytest.raises(MissingShardPatch, match="would not reach"):
+            view.mul_(2)
+
+
+@ranks(2)
 def test_views_of_a_split_pending_sum_cannot_be_written_into(world):
     mesh = world.make_mesh((1, 2), ("a", "b"))
     x = shard(world.randn(4, 5), mesh, placements=(Partial(), Shard(1)))

@@ -133,10 +133,17 @@ def note_view(view: ShardTensor, x: ShardTensor) -> None:
     view._shows_summands = True
 
 
+def _reaches(x: ShardTensor) -> bool:
+    """Whether a write into `x` reaches all that it views."""
+    here = x.__dict__
+    if "_copy" in here:
+        return x._copy.push is not None and _reaches(x._copy.source)
+    return "_shows_summands" not in here
+
+
 def check_writable(x: ShardTensor) -> None:
     """Raise before an in-place write into a view that cannot reach the tensor it views."""
-    here = x.__dict__
-    if here.get("_shows_summands") or ("_copy" in here and x._copy.push is None):
+    if not _reaches(x):
         raise MissingShardPatch(
             f"an in-place write into a view ({x._spec.describe()})",
             "the view had to be copied to be sharded, so the write would not reach the tensor it views",
