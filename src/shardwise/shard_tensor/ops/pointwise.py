@@ -137,8 +137,10 @@ def pointwise_rule(op, args: tuple, kwargs: dict):
 
 def _computed(args: Sequence, spec: ShardTensorSpec) -> ShardTensorSpec:
     """The spec of a new tensor made of operands that lie as `spec`, though perhaps in other memory orders."""
-    strides = {a._spec.stride: None for a in args if isinstance(a, ShardTensor)}
-    return spec.computed if len(strides) == 1 else spec.with_stride(iterated_stride(spec.shape, list(strides)))
+    for a in args:
+        if isinstance(a, ShardTensor) and a._spec.stride != spec.stride:
+            return spec.with_stride(iterated_stride(spec.shape, [each._spec.stride for each in args if isinstance(each, ShardTensor)]))
+    return spec.computed
 
 
 def _result_stride(operands: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[int, ...]:
