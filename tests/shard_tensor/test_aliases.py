@@ -166,6 +166,22 @@ def test_results_have_the_memory_order_of_one_process(world):
 
 
 @ranks(2)
+def test_contiguous_is_a_new_tensor_where_it_is_one_in_one_process(world):
+    """Whose hook is its own."""
+
+    def program(x):
+        result = []
+        for y in (x.unfold(0, 3, 2), x[:, 1], x.diagonal(), x.t() * 2):
+            z = y.contiguous()
+            z.register_hook(lambda g: g * 0.5)
+            result += [y, z]
+        return result
+
+    for dim in (0, 1):
+        assert_same_as_unsharded(program, shard(world.randn(5, 4), world.mesh, dim=dim))
+
+
+@ranks(2)
 def test_ops_that_change_dims_in_place_are_refused(world):
     """Of a square matrix too, whose shape stays."""
     x = shard(world.randn(4, 4), world.mesh, dim=0)

@@ -21,10 +21,11 @@ _LONGEST = 5.0  # seconds; a thread that computes longer than this works on some
 @functools.cache
 def wait_for_gloo_at_exit() -> None:
     """From now on the interpreter ends only once gloo's threads are at rest: seen so on Linux, after 0.1 s elsewhere."""
-    atexit.register(_wait_for_gloo)
+    atexit.register(wait_for_gloo)
 
 
-def _wait_for_gloo() -> None:
+def wait_for_gloo() -> None:
+    """Return once gloo's threads hold nothing that has arrived, after at most five seconds."""
     if not _TASKS.is_dir():
         time.sleep(0.1)
         return

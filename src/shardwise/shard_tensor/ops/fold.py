@@ -140,13 +140,14 @@ def tensor_unfold(self, dimension, size, step):
 
 
 def _windows_plan(spec: ShardTensorSpec, dim: int, size: int, step: int) -> tuple[Halo, ShardTensorSpec]:
-    shape = tuple(torch.empty(spec.shape, device="meta").unfold(dim, size, step).shape)
+    whole = torch.empty_strided(spec.shape, spec.stride, device="meta").unfold(dim, size, step)
+    shape = tuple(whole.shape)
     total = spec.shape[dim]
     window = Window(size=size, stride=step)
     at = anchor(window, spec.sizes[dim], shape[dim])
     halo = make_halo(spec, dim, shape[dim], lambda o: o * step + at, lambda owned, makes: window_reads(window, owned, makes, total))
     sizes = (*spec.sizes[:dim], halo.make_sizes, *spec.sizes[dim + 1 :], None)
-    return halo, ShardTensorSpec(spec.mesh, spec.placements, shape, sizes, spec.dtype)
+    return halo, ShardTensorSpec(spec.mesh, spec.placements, shape, sizes, spec.dtype, whole.stride())
 
 
 @shard_rule(aten.unfold.default)
