@@ -165,3 +165,17 @@ def test_communication_is_counted(world):
     with count_communication() as sent:
         y.full_tensor()
     assert sent.calls == 1
+
+
+def test_saved_storages_that_are_freed_and_filled_again_count_once():
+    weight, x = torch.randn(4, 4), torch.randn(3, 4, requires_grad=True)
+    with measure_saved_bytes() as saved:
+        y = x @ weight
+        size = weight.untyped_storage().nbytes()
+        weight.untyped_storage().resize_(0)  # as FSDP2 does between forward and backward
+        assert saved.bytes == size
+        weight.untyped_storage().resize_(size)
+        with torch.no_grad():
+            weight.fill_(1.0)
+        y.sum().backward()
+        assert saved.bytes == 0 and x.grad.eq(4.0).all()

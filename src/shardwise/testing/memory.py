@@ -16,20 +16,24 @@ class SavedBytes:
         self.bytes = 0
         self.peak = 0
         self._uses: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+
+    # Storages are told apart by what they are, not by where their memory is: FSDP2 frees and gathers weights again in the same storage.
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        address = storage.data_ptr()
-        self._uses[address] = self._uses.get(address, 0) + 1
-        if self._uses[address] == 1:
-            self.bytes += storage.nbytes()
+        key = storage._cdata
+        self._uses[key] = self._uses.get(key, 0) + 1
+        if self._uses[key] == 1:
+            self._sizes[key] = storage.nbytes()
+            self.bytes += self._sizes[key]
             self.peak = max(self.peak, self.bytes)
 
     def _remove(self, storage: torch.UntypedStorage) -> None:
-        address = storage.data_ptr()
-        self._uses[address] -= 1
-        if self._uses[address] == 0:
-            del self._uses[address]
-            self.bytes -= storage.nbytes()
+        key = storage._cdata
+        self._uses[key] -= 1
+        if self._uses[key] == 0:
+            del self._uses[key]
+            self.bytes -= self._sizes.pop(key)
 
 
 class _Saved:
@@ -40,7 +44,7 @@ class _Saved:
         self._counter = counter
         self._storage: torch.UntypedStorage | None = None
         storage = local(tensor).untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in uncounted:
+        if storage.nbytes() and storage._cdata not in uncounted:
             self._storage = storage
             counter._add(storage)
 
@@ -59,9 +63,10 @@ def local(tensor: Any) -> torch.Tensor:
 def measure_saved_bytes(exclude: Iterable[torch.Tensor] = ()) -> Iterator[SavedBytes]:
     """Count what autograd saves inside the block: `with measure_saved_bytes(model.parameters()) as saved: loss = model(x)`.
 
-    A saved view counts the whole storage it keeps alive. exclude: tensors whose storage does not count, such as weights.
+    A saved view counts the whole storage it keeps alive, at its size when it was saved. exclude: tensors whose storage does not count,
+    such as weights.
     """
     counter = SavedBytes()
-    uncounted = {local(tensor).untyped_storage().data_ptr() for tensor in exclude}
+    uncounted = {local(tensor).untyped_storage()._cdata for tensor in exclude}
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(tensor, counter, uncounted), lambda saved: saved.tensor):
         yield counter
