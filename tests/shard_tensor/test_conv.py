@@ -161,8 +161,7 @@ def test_strided_stem_split_over_the_batch_exchanges_nothing(world):
 @ranks(2)
 def test_patch_embedding_keeps_the_split_of_its_width(world):
     x = shard(world.randn(1, 3, 8, 16), world.mesh, dim=3).requires_grad_()
-    patches = nn.Conv2d(3, 6, 4, stride=4, dtype=torch.float64)
-    world.same(lambda: patches.reset_parameters())
+    patches = world.same(lambda: nn.Conv2d(3, 6, 4, stride=4, dtype=torch.float64))
     with count_communication() as sent:
         y = patches(x)
     assert sent.calls == 0
