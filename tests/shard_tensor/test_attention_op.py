@@ -75,3 +75,18 @@ def test_dropout_is_that_of_the_whole(world):
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
     assert not torch.allclose(results[0], sdpa(q, k, v))
+
+
+@ranks(2)
+def test_features_that_lie_apart_in_memory(world):
+    """Transposed, overlapping, and channels last: kernels read the features of a row next to each other."""
+    views = {
+        "transposed": lambda x: x.transpose(1, 2)[:, None],
+        "windows": lambda x: x[0].unfold(0, 2, 1)[:, None],
+        "channels last": lambda x: torch.stack([x, x * 2], 1).contiguous(memory_format=torch.channels_last),
+    }
+    for view in views.values():
+        for causal in (False, True):
+            attend = lambda x: F.scaled_dot_product_attention(view(x), view(x), view(x), is_causal=causal)  # noqa: B023, E731
+            for dim in (1, 2):
+                assert_same_as_unsharded(attend, shard(world.randn(3, 6, 5), world.mesh, dim=dim))

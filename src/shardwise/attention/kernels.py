@@ -146,7 +146,10 @@ def additive_mask(terms: Terms, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def pad_width(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    """`x` with features appended to `width`, its features next to each other in memory, as every kernel reads them."""
+    if x.shape[-1] != width:
+        x = F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def log_sum_of(rows: Result) -> Tensor:
