@@ -190,6 +190,13 @@ def test_check_reads_an_export_back(capsys: pytest.CaptureFixture[str], tmp_path
     assert back["layout"] == straight["layout"] and back["step_time"] == straight["step_time"]
 
 
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
+def test_fsdp2_under_megatron_keeps_its_number_formats(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    """The weights are bf16 and the optimizer's copies float32, as under its other sharding modes."""
+    code, text, _ = run(capsys, "export", "sharding=fsdp2", "tp=2", "gbs=8", "--gpus", "8", "--to", target)
+    assert code == 0 and re.search("use.torch.fsdp2", text)
+
+
 def test_export_refuses_what_the_target_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run_json(capsys, "export", "tp=2", "etp=2", "ep=2", "vpp=2", "pp=2", "first_stage_layers=3", "--to", "torchtitan")
     assert code == 2 and {"etp=2", "first_stage_layers=3"} <= {finding["given"] for finding in answer["findings"]}

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import InputError
-from shardwise.planner.logs import parse_log, read_log
+from shardwise.planner.logs import TrainingLog, parse_log, read_log
+from shardwise.planner.symptoms import Evidence, diagnose
+from shardwise.spec.layout import Layout
 
 NEW_TEXT = (
     "[rank12]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 4 has a total capacity of 79.11 GiB of which "
@@ -68,6 +70,36 @@ def test_memory_lines_are_decimal_gigabytes() -> None:
     (line,) = parse_log(MEMORY).memory
     assert (line.rank, line.iteration) == (3, 2)
     assert line.allocated_gib == pytest.approx(40e9 / 2**30) and line.reserved_gib == pytest.approx(50e9 / 2**30)
+
+
+def test_memory_report_of_megatron_in_binary_megabytes() -> None:
+    text = "[Rank 5] (after 2 iterations) memory (MB) | allocated: 1024.5 | max allocated: 40960.0 | reserved: 2e3 | max reserved: 51200.0"
+    (line,) = parse_log(text).memory
+    assert (line.rank, line.iteration, line.allocated_gib, line.reserved_gib) == (5, 2, 40.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        ("node1:411:982 [3] enqueue.cc:1234 NCCL WARN Cuda failure 2 'out of memory'", "NCCL"),
+        ("node1:411:982 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'", "NCCL"),
+        ("[rank3]: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "cuBLAS"),
+    ],
+)
+def test_libraries_out_of_memory(text: str, library: str) -> None:
+    log = parse_log(text)
+    (fault,) = log.out_of_memory
+    assert (fault.library, fault.allocated_gib, fault.unallocated_gib) == (library, None, None)
+    (cause, *_) = diagnose(Evidence(layout=Layout(), log=log))
+    assert cause.symptom == "out of memory in a library" and library in cause.evidence
+
+
+@pytest.mark.parametrize("word", ["NAN", "nan", "NaN"])
+def test_lost_losses_as_megatron_prints_them(word: str) -> None:
+    (step,) = parse_log(ITERATION.format(1, 2.0).replace("1.003808E+01", word)).iterations
+    assert step.loss != step.loss
+    found = diagnose(Evidence(layout=Layout(cp=2, dp=1), log=TrainingLog(out_of_memory=(), iterations=(step,), memory=())))
+    assert "NaN with CP" in [cause.symptom for cause in found]
 
 
 def test_torchtitan_step_line() -> None:

@@ -309,8 +309,10 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
     base = source.layout
     if base is None:
         defaults: dict[str, Any] = number_formats(framework, values.get("precision", "bf16"))
-        own_sharding = FRAMEWORK_SHARDING.get(framework, ("",))[0]
-        defaults |= SHARDING.get(values.get("sharding", own_sharding), {})
+        usual = FRAMEWORK_SHARDING.get(framework, ())
+        chosen = values.get("sharding", usual[0] if usual else None)
+        if chosen in usual:
+            defaults |= SHARDING[chosen]
         if framework == "torchtitan":
             defaults["sp"] = values.get("tp", 1) > 1
         if framework == "megatron-core" and "etp" not in values:

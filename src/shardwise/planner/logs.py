@@ -1,7 +1,7 @@
 """Training logs: CUDA out-of-memory texts, iteration lines, memory lines.
 
-Formats read: PyTorch's two out-of-memory texts (before and since 2.1), the iteration and memory lines of Megatron-LM
-and Megatron Bridge, and torchtitan's step line. Sizes are GiB, times seconds. Everything else in the log is ignored.
+Formats read: PyTorch's two out-of-memory texts (before and since 2.1), those of NCCL and cuBLAS, the iteration and memory lines of
+Megatron-LM and Megatron Bridge, and torchtitan's step line. Sizes are GiB, times seconds. Everything else in the log is ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _UNIT_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "T
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _RANK = re.compile(r"\[?\b[Rr]ank[ :=]?\s*(\d+)\b")
 _OOM = re.compile(r"CUDA out of memory|OutOfMemoryError")
+_OUTSIDE = re.compile(r"Cuda failure (?:\d+ )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 _PHASES = (
     ("optimizer", re.compile(r"optimizer\.(?:step|_init|init_state)|in (?:step|adam|adamw|_multi_tensor_adam|init_state_fn)\b|exp_avg")),
     ("loss", re.compile(r"cross_entropy|lm_loss|compute_loss|output_layer|logits|lm_head")),
@@ -42,6 +43,7 @@ class OutOfMemory:
     reserved_gib: float | None = None
     phase: str | None = None
     after_iteration: int = 0
+    library: str | None = None  # that asked for memory beside PyTorch's allocator
 
     @property
     def unallocated_gib(self) -> float | None:
@@ -113,7 +115,9 @@ def parse_log(text: str) -> TrainingLog:
             iterations.append(step)
         elif "mem-max-allocated-" in line:
             memory.extend(_memory_line(line))
-        elif _OOM.search(line) and "Tried to allocate" in line:
+        elif "| max allocated:" in line:
+            memory.extend(_memory_report(line))
+        elif _OUTSIDE.search(line) or (_OOM.search(line) and "Tried to allocate" in line):
             done = iterations[-1].number if iterations else 0
             faults.append(_out_of_memory(line, lines[max(0, number - 60) : number], done))
     return TrainingLog(out_of_memory=tuple(faults), iterations=tuple(iterations), memory=tuple(memory))
@@ -161,7 +165,13 @@ def _out_of_memory(line: str, before: list[str], done: int) -> OutOfMemory:
         reserved_gib=reserved,
         phase=phase,
         after_iteration=done,
+        library=_library(line),
     )
+
+
+def _library(line: str) -> str | None:
+    found = _OUTSIDE.search(line)
+    return None if found is None else "cuBLAS" if "CUBLAS" in found[0] else "cuDNN" if "CUDNN" in found[0] else "NCCL"
 
 
 def _iteration(line: str) -> Iteration | None:
@@ -171,13 +181,13 @@ def _iteration(line: str) -> Iteration | None:
         return Iteration(
             number=int(megatron[1]),
             seconds=milliseconds / 1000 if milliseconds is not None else None,
-            loss=_number(r"lm loss: ([-\d.E+naif]+)", line),
+            loss=_number(r"lm loss: ([-+\w.]+)", line),
             tflops=_number(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", line),
             global_batch=_integer(r"global batch size:\s*(\d+)", line),
         )
-    titan = re.search(r"\bstep:\s*(\d+)\b.*\bloss:\s*([-\d.naif]+)", line)
+    titan = re.search(r"\bstep:\s*(\d+)\b.*\bloss:", line)
     if titan:
-        return Iteration(number=int(titan[1]), loss=_number(r"loss:\s*([-\d.naif]+)", line), tflops=_number(r"tflops:\s*([\d.,]+)", line))
+        return Iteration(number=int(titan[1]), loss=_number(r"\bloss:\s*([-+\w.]+)", line), tflops=_number(r"tflops:\s*([\d.,]+)", line))
     return None
 
 
@@ -193,3 +203,11 @@ def _memory_line(line: str) -> Iterator[MemoryLine]:
             allocated_gib=float(allocated[2]) * scale[allocated[1]],
             reserved_gib=float(reserved[2]) * scale[reserved[1]],
         )
+
+
+def _memory_report(line: str) -> Iterator[MemoryLine]:
+    """Megatron-LM's `report_memory`, in units of 2**20 bytes."""
+    found = re.search(r"\[Rank (\d+)\] \(after (\d+) iterations\)", line)
+    allocated, reserved = _number(r"max allocated:\s*([\d.]+)", line), _number(r"max reserved:\s*([\d.]+)", line)
+    if found and allocated is not None and reserved is not None:
+        yield MemoryLine(rank=int(found[1]), iteration=int(found[2]), allocated_gib=allocated / 1024, reserved_gib=reserved / 1024)

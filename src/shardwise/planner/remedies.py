@@ -109,6 +109,7 @@ REMEDIES: dict[str, Remedy] = {
     "expandable": Remedy(
         text="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not with nccl_ub; with TE CUDA graphs also NCCL_GRAPH_REGISTER=0)"
     ),
+    "less_for_torch": Remedy(text="torch.cuda.memory.set_per_process_memory_fraction(0.95): leave room for NCCL, cuBLAS and graphs"),
     "fewer_first": Remedy(text="one layer fewer on the first stage", change=_move_layer(0)),
     "fewer_last": Remedy(text="one layer fewer on the last stage", change=_move_layer(-1)),
     "smaller_mbs": Remedy(text="half the micro batch", change=_halve("mbs")),

@@ -105,6 +105,12 @@ def _fragmentation(e: Evidence) -> Found:
     return (0.95 if enough else 0.6), text
 
 
+def _outside(e: Evidence) -> Found:
+    if e.fault and e.fault.library:
+        return 0.9, f"{e.fault.library} asked the device itself: PyTorch's allocator had taken what it needed"
+    return None
+
+
 def _first_stage(e: Evidence) -> Found:
     if e.layout.pp > 1 and e.stages == {0}:
         return 0.75, f"only ranks of pipeline rank 0 of {e.layout.pp} ran out: it holds the embedding and most micro batches in flight"
@@ -261,6 +267,12 @@ def _loss_scope(e: Evidence) -> Found:
 
 SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(symptom="out of memory with room left", cause="fragmentation", test=_fragmentation, remedies=("expandable",)),
+    Symptom(
+        symptom="out of memory in a library",
+        cause="no room beside PyTorch's allocator",
+        test=_outside,
+        remedies=("expandable", "less_for_torch", "smaller_mbs"),
+    ),
     Symptom(
         symptom="out of memory on the first stage only",
         cause="embedding and most micro batches in flight",
