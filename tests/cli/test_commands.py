@@ -179,14 +179,14 @@ def test_layouts_are_read_from_words_and_files(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("target", sorted(WRITERS))
 def test_check_reads_an_export_back(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str) -> None:
-    words = ["tp=8", "pp=2", "mbs=1", "gbs=64", "sp=true", "recompute=full"]
+    words, rules = ["tp=8", "pp=2", "mbs=1", "gbs=64", "sp=true", "recompute=full"], "bridge"
     if target == "torchtitan":
-        words += ["sharding=fsdp2", "cp_comm=all_gather"]
+        words, rules = [*words, "sharding=fsdp2", "cp_comm=all_gather"], "torchtitan"
     path = tmp_path / "exported"
     code, _, _ = run(capsys, "export", *words, "--gpus", "64", "--to", target, "--output", str(path))
     assert code == 0
-    _, straight = run_json(capsys, "check", *LLAMA_70B, *words)
-    _, back = run_json(capsys, "check", *LLAMA_70B, str(path))
+    _, straight = run_json(capsys, "check", *LLAMA_70B, "--framework", rules, *words)
+    _, back = run_json(capsys, "check", *LLAMA_70B, "--framework", rules, str(path))
     assert back["layout"] == straight["layout"] and back["step_time"] == straight["step_time"]
 
 

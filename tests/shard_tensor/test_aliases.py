@@ -188,3 +188,14 @@ def test_ops_that_change_dims_in_place_are_refused(world):
     for change in (lambda: x.transpose_(0, 1), lambda: x.t_(), lambda: x.unsqueeze_(0)):
         with pytest.raises(MissingShardPatch, match="in place"):
             change()
+
+
+@ranks(3)
+def test_one_rank_alone_may_print_a_view(world):
+    x = shard(world.randn(4, 5, 6), world.mesh, dim=1, sizes=(3, 0, 2)) * 1
+    row = x[:, 3]
+    x.mul_(3)
+    if world.rank == 0:
+        assert "before a write" in repr(row)
+    assert row.full_tensor().equal(x.full_tensor()[:, 3])
+    assert "before a write" not in repr(row)

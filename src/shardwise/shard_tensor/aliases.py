@@ -37,6 +37,13 @@ class CopiedView(ShardTensor):
     def _local_tensor(self, local: Tensor) -> None:
         self.__dict__["_local_tensor"] = local
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """One rank alone may print: a shard that must be copied again is shown as it was. Communication: none."""
+        text = super().__repr__()
+        return f"{text[:-1]}, before a write into what it views)" if self._copy.old else text
+
+    __str__ = __repr__
+
 
 class _Copy:
     """The memory of a copied view, shared by the views of it.
@@ -49,6 +56,12 @@ class _Copy:
         self.source, self.gather, self.push = source, gather, push
         self.shard, self.writes = view._local_tensor, _writes(view)
         self.seen = _writes(source)[0]
+
+    @property
+    def old(self) -> bool:
+        """Whether the next use copies anew."""
+        further = self.source.__dict__.get("_copy")
+        return _writes(self.source)[0] != self.seen or (further is not None and further.old)
 
     def refresh(self) -> None:
         writes = _writes(self.source)

@@ -235,7 +235,7 @@ class ShardTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents=None) -> str:
         with _NoTorchFunction():
             grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"ShardTensor({self._local_tensor!r}, {self._spec.describe()}{grad})"
+        return f"ShardTensor({self.__dict__['_local_tensor']!r}, {self._spec.describe()}{grad})"
 
     __str__ = __repr__
 
