@@ -199,3 +199,31 @@ def test_one_rank_alone_may_print_a_view(world):
         assert "before a write" in repr(row)
     assert row.full_tensor().equal(x.full_tensor()[:, 3])
     assert "before a write" not in repr(row)
+
+
+STRIDED = {
+    "transposed": lambda x: x.transpose(0, 1).as_strided((3, 4, 6), (6, 24, 1)),
+    "chunks that overlap": lambda x: x.transpose(0, 2).reshape(6, 20).as_strided((6, 9, 4), (1, 12, 6)),
+    "a part of a part": lambda x: x[:, 1:4].as_strided((4, 3), (30, 6)),
+    "one row repeated": lambda x: x[:1].expand(3, 5, 6).as_strided((2, 5), (0, 6)),
+    "an offset": lambda x: x.transpose(1, 2).as_strided((4, 5), (30, 6), 2),
+    "scattered": lambda x: x.transpose(0, 1).as_strided_scatter(x[0] * 0 + 2, (5, 6), (6, 1)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@ranks(3)
+def test_strided_views_count_in_the_memory_of_one_process(world, name):
+    for sizes in ((3, 0, 2), (2, 2, 1)):
+        x = shard(world.randn(4, 5, 6), world.mesh, dim=1, sizes=sizes)
+        grads = name != "scattered"  # torch itself has none for that of a transposed tensor
+        assert_same_as_unsharded(lambda x: STRIDED[name](x * 1), x if grads else x.detach(), grads=grads)
+
+
+@ranks(3)
+def test_a_strided_view_of_what_is_not_gathered_is_refused(world):
+    x = shard(world.randn(4, 5, 6), world.mesh, dim=1, sizes=(3, 0, 2))
+    with pytest.raises(MissingShardPatch, match="between or beyond the elements"):
+        x[:, :2].as_strided((4, 3), (30, 6))
+    with pytest.raises(MissingShardPatch, match="between or beyond the elements"):
+        x[:, :, :2].as_strided((4, 5, 3), (30, 6, 1))

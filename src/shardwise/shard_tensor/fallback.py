@@ -18,6 +18,7 @@ from shardwise.shard_tensor.spec import ShardTensorSpec
 from shardwise.shard_tensor.tensor import ShardTensor
 
 _told: set[str] = set()
+_BY_MEMORY = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default, torch.ops.aten.as_strided_scatter.default}
 
 
 def fallback_rule(op, args: tuple, kwargs: dict):
@@ -44,7 +45,10 @@ def fallback_rule(op, args: tuple, kwargs: dict):
     mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
     if cost and not any(mesh.get_coordinate()):
         tell_once(str(op), cost)
-    full = [leaf_full(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    complete = _as_stored if op in _BY_MEMORY else leaf_full
+    full = [complete(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    if op in _BY_MEMORY:
+        _refuse_gaps(op, args)
     full_args, full_kwargs = tree_unflatten(full, structure)
     result = op(*full_args, **full_kwargs)
     if any(isinstance(r, Tensor) and r.layout is not torch.strided for r in tree_flatten(result)[0]):
@@ -72,19 +76,47 @@ def _as_views(results, op, leaves: list, structure):
 
     def gather(number: int):
         def again(source: ShardTensor) -> Tensor:
-            args, kwargs = tree_unflatten([*leaves[:place], leaf_full(source), *leaves[place + 1 :]], structure)
+            complete = _as_stored if op in _BY_MEMORY else leaf_full
+            args, kwargs = tree_unflatten([*leaves[:place], complete(source), *leaves[place + 1 :]], structure)
             return tree_flatten(op(*args, **kwargs))[0][number]
 
         return again
 
     source = leaves[place]
-    whole = source._spec.is_replicated
+    whole = source._spec.is_replicated and not (op in _BY_MEMORY and source._local_tensor.stride() != source._spec.stride)
     return tree_unflatten([same_memory(x, source) if whole else copied(x, source, gather(i)) for i, x in enumerate(parts)], form)
 
 
 def leaf_full(x: ShardTensor) -> Tensor:
     """The complete local tensor of `x`; no gradient."""
     return redistribute_local(x._local_tensor, x._spec, x._spec.replicate())
+
+
+def _as_stored(x: ShardTensor) -> Tensor:
+    """The complete local tensor of `x`, in memory as `x` says it lies; no gradient."""
+    whole, stride = leaf_full(x), x._spec.stride
+    if whole.stride() == stride:
+        return whole
+    repeated = [d for d, step in enumerate(stride) if step == 0 and whole.shape[d] > 1]
+    for dim in repeated:
+        whole = whole.narrow(dim, 0, 1)
+    return torch.empty_strided(whole.shape, stride, dtype=whole.dtype, device=whole.device).copy_(whole).expand(x._spec.shape)
+
+
+def _refuse_gaps(op, args: tuple) -> None:
+    """Raise MissingShardPatch, on all ranks alike, if `op` reads memory where its `ShardTensor` has no elements."""
+    x, size, stride, *offset = args if op is not torch.ops.aten.as_strided_scatter.default else (args[0], *args[2:])
+    if not isinstance(x, ShardTensor) or not x._spec.numel or (x._spec.is_replicated and x._local_tensor.stride() == x._spec.stride):
+        return
+    ends = [sum((n - 1) * step for n, step in zip(*each, strict=True)) for each in ((x._spec.shape, x._spec.stride), (size, stride))]
+    held = torch.zeros(1 + max(ends[0], ends[1] + sum(each or 0 for each in offset)), dtype=torch.bool)
+    held.as_strided(x._spec.shape, x._spec.stride).fill_(True)
+    if not held.as_strided(size, stride, *offset).all():
+        raise MissingShardPatch(
+            f"{op} with sizes {tuple(size)} and strides {tuple(stride)} on {x._spec.describe()}",
+            "it reads memory that lies between or beyond the elements of the tensor, and only these are gathered",
+            "call contiguous() before it, or say what is wanted with unfold, view or a slice",
+        )
 
 
 def replicated(local: Tensor, mesh) -> ShardTensor:
