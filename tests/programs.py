@@ -14,7 +14,6 @@ import re
 import sys
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import ShardTensor
 from shardwise.testing import World, assert_same_as_unsharded, shard
 from tests.program_steps import LARGEST, ONE, SEVERAL, WRITES, Draw, NoFit
-from tests.sweep import Verdict, judge, random_rows
+from tests.sweep import Tally, Verdict, judge, random_rows
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 BOUND = 30.0  # of values
@@ -292,27 +291,18 @@ def main() -> int:
     mesh = tuple(int(n) for n in options.mesh.split("x")) if options.mesh else (options.ranks,) if options.ranks else None
     warnings.simplefilter("ignore")
     start = time.monotonic()
-    counts: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
+    tally = Tally()
     numbers = range(options.cases) if options.only is None else [options.only]
     for number in numbers:
         program = draw(options.seed, number, mesh)
         verdict = run(program)
-        counts[verdict.kind] += 1
+        tally.add(verdict, verdict.summary)
         if options.only is not None:
             print(program, verdict.kind, verdict.summary, verdict.detail, sep="\n")
-        elif verdict.kind == "refused":
-            refused[verdict.summary] += 1
-        if verdict.kind in ("wrong", "hung"):
+        if verdict.bad:
             small = shrunk(program, verdict)
             print(f"{verdict.kind}: {small}\n    -> {run(small).summary}", flush=True)
-    for text, count in refused.most_common():
-        print(f"refused {count} times: {text}")
-    print(
-        f"{len(numbers)} programs, seed {options.seed}, {time.monotonic() - start:.0f} s: {counts['right']} right, "
-        f"{counts['refused']} refused on all ranks, {counts['wrong']} wrong, {counts['hung']} hung"
-    )
-    return int(counts["wrong"] + counts["hung"] > 0)
+    return tally.report(f"{len(numbers)} programs, seed {options.seed}, {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

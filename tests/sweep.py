@@ -106,6 +106,31 @@ class Verdict:
     summary: str = ""
     detail: str = ""
 
+    @property
+    def bad(self) -> bool:
+        return self.kind in ("wrong", "hung")
+
+
+class Tally:
+    """Counts verdicts; why what was refused was."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    def add(self, verdict: Verdict, why: str) -> None:
+        self.counts[verdict.kind] += 1
+        if verdict.kind == "refused":
+            self.refused[why] += 1
+
+    def report(self, title: str) -> int:
+        """Print the counts; the exit code."""
+        for text, count in self.refused.most_common():
+            print(f"refused {count} times: {text}")
+        right, refused, wrong, hung = (self.counts[kind] for kind in ("right", "refused", "wrong", "hung"))
+        print(f"{title}: {right} right, {refused} refused on all ranks, {wrong} wrong, {hung} hung")
+        return int(wrong + hung > 0)
+
 
 def run(case: Case) -> Verdict:
     """The case on its ranks against one process."""
@@ -171,25 +196,16 @@ def main() -> int:
         case = draw(samples, options.seed, options.only)
         verdict = run(case)
         print(case, verdict.kind, verdict.summary, verdict.detail, sep="\n")
-        return int(verdict.kind in ("wrong", "hung"))
+        return int(verdict.bad)
     start = time.monotonic()
-    counts: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
+    tally = Tally()
     for number in range(options.cases):
         case = draw(samples, options.seed, number)
         verdict = run(case)
-        counts[verdict.kind] += 1
-        if verdict.kind == "refused":
-            refused[f"{case.sample.name}: {verdict.summary}"] += 1
-        elif verdict.kind != "right":
+        tally.add(verdict, f"{case.sample.name}: {verdict.summary}")
+        if verdict.bad:
             print(f"{verdict.kind}: {case}\n    {verdict.summary}", flush=True)
-    for text, count in refused.most_common():
-        print(f"refused {count} times: {text}")
-    print(
-        f"{options.cases} cases of {len(samples)} ops, seed {options.seed}, {time.monotonic() - start:.0f} s: {counts['right']} right, "
-        f"{counts['refused']} refused on all ranks, {counts['wrong']} wrong, {counts['hung']} hung"
-    )
-    return int(counts["wrong"] + counts["hung"] > 0)
+    return tally.report(f"{options.cases} cases of {len(samples)} ops, seed {options.seed}, {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

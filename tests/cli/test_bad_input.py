@@ -246,3 +246,13 @@ def test_no_config_crashes_check(capsys: pytest.CaptureFixture[str], tmp_path: P
     path.write_text(json.dumps({**CONFIG, **changes}))
     code, out, _ = run(capsys, "check", "--model", str(path), "--gpus", "8", "--json", "tp=2", "gbs=8")
     assert code in (0, 1, 2) and isinstance(json.loads(out), dict)
+
+
+def test_a_misspelt_option_is_named_beside_what_is_missing_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "--modle", "llama-3.1-8b", "--gpus", "8", "--global-batch", "8")
+    assert code == 2 and "given: --modle" in err and "try: --model" in err and "plan without --model" in err
+
+
+def test_options_of_other_commands_are_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "min-gpus", "--top", "3", "tp=2")
+    assert code == 2 and "given: --top" in err and "try: --help" in err

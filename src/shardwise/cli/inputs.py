@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli import options as opt
 from shardwise.cli.framework_options import NAMES, option_of, split_options
 from shardwise.errors import Finding, InputError, LayoutError, ShardwiseError
 from shardwise.planner.space import FRAMEWORK_SHARDING, SHARDING, number_formats
@@ -27,11 +28,6 @@ FRAMEWORKS = ("megatron-core", "bridge", "torchtitan", "shardwise")
 # Keys of a YAML file that are not the layout's.
 SETTINGS = ("model", "gpus", "gpu", "gpus_per_node", "interconnect", "seq_len", "framework")
 COUNTS = ("gpus", "gpus_per_node", "seq_len")
-OPTIONS = (
-    "--model", "--gpus", "--gpu", "--gpus-per-node", "--interconnect", "--seq-len", "--global-batch", "--precision", "--framework",
-    "--json", "--html", "--trace", "--top", "--why-not", "--to", "--output", "--log", "--rehearse", "--fewer-gpus", "--parameters",
-    "--activation-gib", "--grid", "--flops", "--spatial-params", "--rows",
-)  # fmt: skip
 _LIMIT = 1 << 20  # bytes of a layout file
 MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 12, "seq_len": 1 << 30, "top": 1000}
 MOST_SAMPLES = 10**9
@@ -96,11 +92,12 @@ def read_all(*readers: Callable[[], Any]) -> tuple[Any, ...]:
             results.append(read())
         except ShardwiseError as error:
             problems.append(error)
-    _refuse(problems)
+    refuse_all(problems)
     return tuple(results)
 
 
-def _refuse(problems: Sequence[ShardwiseError]) -> None:
+def refuse_all(problems: Sequence[ShardwiseError]) -> None:
+    """Raise what there is of problems, several as one error."""
     if len(problems) > 1:
         raise Problems(problems)
     if problems:
@@ -179,8 +176,8 @@ def _joined(words: Sequence[str], options: bool) -> tuple[list[str], list[Shardw
             joined.append(word)
     problems: list[ShardwiseError] = []
     if unknown:
-        known = (*OPTIONS, *(f"--{name.replace('_', '-')}" for name in NAMES)) if options else OPTIONS
-        near = [match for name in unknown for match in get_close_matches(name, known, n=1, cutoff=0.6) if match != name]
+        known = [name.removeprefix("--") for name in opt.names.get()] + [name.replace("_", "-") for name in NAMES if options]
+        near = [f"--{match}" for name in unknown for match in get_close_matches(name.removeprefix("--"), known, n=1, cutoff=0.6)]
         why = "this command has no such option, and there is no such layout field"
         problems.append(InputError(given=" ".join(unknown), why=why, try_=" | ".join(near) or "--help lists the options"))
     return [f"{word}true" if word.startswith("--") and word.endswith("=") else word for word in joined], problems
@@ -305,7 +302,7 @@ def read_layout(source: Source, *, world: int | None, gbs: int | None, precision
         values = grammar.read_values(words)
     except LayoutError as error:
         problems.append(error)
-    _refuse(problems)
+    refuse_all(problems)
     base = source.layout
     if base is None:
         defaults: dict[str, Any] = number_formats(framework, values.get("precision", "bf16"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())  # of the options of the command that runs
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Words = Annotated[

@@ -67,6 +67,7 @@ def plan(
         read_layout,
         read_model,
         read_source,
+        refuse_all,
     )
     from shardwise.errors import InputError
 
@@ -102,13 +103,16 @@ def plan(
         return plan_module(
             gpu, gpus, gpus_per_node, interconnect, global_batch, parameters, activation_gib, grid, flops, spatial_params, as_json=as_json
         )
+    world, samples, per_node = in_range("gpus", gpus), in_range("global_batch", global_batch), in_range("gpus_per_node", gpus_per_node)
+    source = read_source(layout or (), world=world, options=True)
     missing = [name for name, value in (("--model", model), ("--gpus", gpus), ("--global-batch", global_batch)) if value is None]
     if missing or model is None or gpus is None or global_batch is None:
-        raise InputError(
+        needed = InputError(
             given="plan without " + ", ".join(missing),
             why="the search needs the model, the number of GPUs and the samples of a step",
             try_="shardwise plan --model llama-3.1-70b --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512",
         )
+        refuse_all((*source.problems, needed))
     from shardwise.cli import plan_print
     from shardwise.cli.judging import judge_of, refuse_hopeless, stack_of
     from shardwise.cli.render import note, print_json
@@ -116,8 +120,6 @@ def plan(
     from shardwise.planner.search import search
     from shardwise.planner.space import space_of
 
-    world, samples, per_node = in_range("gpus", gpus), in_range("global_batch", global_batch), in_range("gpus_per_node", gpus_per_node)
-    source = read_source(layout or (), world=world, options=True)
     against_words = None if why_not is None else read_source(why_not.split() or [why_not], world=world)
     reading: dict[str, Any] = {"world": world, "gbs": samples, "precision": precision, "framework": framework_word(framework)}
     _, _, rules, spec, cluster, base, named = read_all(

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from shardwise.cli import BAD_USAGE, FINDING
+from shardwise.cli import options as opt
 from shardwise.errors import InputError, LayoutError, ShardwiseError
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # what the parser refuses: options without values, missing arguments
@@ -26,6 +27,7 @@ def run(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> No
     app.command(name, context_settings=context)(_guarded(function, "--json" in arguments))
     command = typer.main.get_command(app)
     as_json = "--json" in arguments
+    opt.names.set(tuple(word for each in command.params for word in each.opts if word.startswith("--")))
     try:
         _given_once(command, arguments)
         code = command.main(list(arguments), prog_name=f"shardwise {name}", standalone_mode=False)

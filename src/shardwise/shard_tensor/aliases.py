@@ -104,14 +104,10 @@ def _count(local: Tensor) -> None:
 
 def same_memory(view: ShardTensor, x: ShardTensor) -> ShardTensor:
     """`view`, which shares the memory of `x`. A view of a pending sum cannot be written into: that would complete the view alone."""
-    here = x.__dict__
-    writes = here.get("_writes")
-    if writes is None:
-        writes = here["_writes"] = [0]
-    view._writes = writes
+    view._writes = _writes(x)
     if x._spec.partial_mesh_dims:
         note_view(view, x)
-    elif "_copy" in here:
+    elif "_copy" in x.__dict__:
         _become_copied(view, x._copy)
     return view
 

@@ -45,8 +45,7 @@ def fallback_rule(op, args: tuple, kwargs: dict):
     mesh = next(leaf._spec.mesh for leaf in leaves if isinstance(leaf, ShardTensor))
     if cost and not any(mesh.get_coordinate()):
         tell_once(str(op), cost)
-    complete = _as_stored if op in _BY_MEMORY else leaf_full
-    full = [complete(leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
+    full = [_complete(op, leaf) if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
     if op in _BY_MEMORY:
         _refuse_gaps(op, args)
     full_args, full_kwargs = tree_unflatten(full, structure)
@@ -66,25 +65,28 @@ def fallback_rule(op, args: tuple, kwargs: dict):
         return tree_map_only(Tensor, lambda t: originals[id(t)] if id(t) in originals else replicated(t, mesh), result)
     results = tree_map_only(Tensor, lambda t: replicated(t, mesh), result)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return _as_views(results, op, leaves, structure) if views else results
+    return _as_views(results, op, leaves, full, structure) if views else results
 
 
-def _as_views(results, op, leaves: list, structure):
+def _as_views(results, op, leaves: list, full: list, structure):
     """The results of a view op, which views the first tensor among its arguments: copies that follow what is written there."""
     place = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardTensor))
     parts, form = tree_flatten(results)
 
     def gather(number: int):
         def again(source: ShardTensor) -> Tensor:
-            complete = _as_stored if op in _BY_MEMORY else leaf_full
-            args, kwargs = tree_unflatten([*leaves[:place], complete(source), *leaves[place + 1 :]], structure)
+            args, kwargs = tree_unflatten([*leaves[:place], _complete(op, source), *leaves[place + 1 :]], structure)
             return tree_flatten(op(*args, **kwargs))[0][number]
 
         return again
 
     source = leaves[place]
-    whole = source._spec.is_replicated and not (op in _BY_MEMORY and source._local_tensor.stride() != source._spec.stride)
-    return tree_unflatten([same_memory(x, source) if whole else copied(x, source, gather(i)) for i, x in enumerate(parts)], form)
+    shared = full[place] is source._local_tensor
+    return tree_unflatten([same_memory(x, source) if shared else copied(x, source, gather(i)) for i, x in enumerate(parts)], form)
+
+
+def _complete(op, x: ShardTensor) -> Tensor:
+    return _as_stored(x) if op in _BY_MEMORY else leaf_full(x)
 
 
 def leaf_full(x: ShardTensor) -> Tensor:
