@@ -202,6 +202,16 @@ def test_export_refuses_what_the_target_cannot_say(capsys: pytest.CaptureFixture
     assert code == 2 and {"etp=2", "first_stage_layers=3"} <= {finding["given"] for finding in answer["findings"]}
 
 
+@pytest.mark.parametrize("words", [("check", *LLAMA_70B, "tp=8", "pp=2", "gbs=64", "sp=true"), ("models",), ("min-gpus", "pp=2", "tp=2")])
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_a_reader_that_goes_away_is_no_finding(words: tuple[str, ...], json: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "shardwise", *words, *json], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # plan -----------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import typer
 
 from shardwise.cli import FINDING, OK
 from shardwise.cli.launch import call, started
+from shardwise.cli.render import console
 from shardwise.errors import InputError
 
 RANKS = (1, 2, 3, 4)
@@ -110,7 +111,6 @@ def _compare(run: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], dtype: str, passed: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"one process against rows split over ranks, {dtype}, plain SGD")
@@ -128,10 +128,10 @@ def _show(rows: list[dict[str, Any]], dtype: str, passed: bool) -> None:
             f"{row['sent_bytes'] / 2**20:.2f}",
             f"{row['seconds']:.2f}",
         )
-    console = Console()
-    console.print(table)
-    console.print("kept: for backward, on the fullest rank, parameters apart; sent: by a rank in one step; ! marks what exceeds the bound")
-    console.print(
+    out = console()
+    out.print(table)
+    out.print("kept: for backward, on the fullest rank, parameters apart; sent: by a rank in one step; ! marks what exceeds the bound")
+    out.print(
         f"losses agree to {TOLERANCE[dtype]:.0e} relative and each rank keeps at most {SHARE} / ranks of the bytes: "
         + ("[green]yes[/green]" if passed else "[red]no[/red]")
     )

@@ -20,7 +20,13 @@ _COLOUR = {"error": "red", "warning": "yellow", "info": "cyan"}
 def console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    class Piped(Console):
+        """Leaves a pipe whose reader went away to the caller; a plain one exits with 1, which is a finding here."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Piped(highlight=False, soft_wrap=False)
 
 
 def print_json(value: Any) -> None:
