@@ -24,6 +24,7 @@ from shardwise.shard_tensor.tensor import ShardTensor
 aten = torch.ops.aten
 _pointwise_tag = torch.Tag.pointwise
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+_NO_SCALARS = (Tensor, list, tuple)
 
 # Pointwise operators that do not carry torch's own tag.
 UNTAGGED = {
@@ -123,24 +124,16 @@ def _new_tensor_form(op):
 
 def pointwise_rule(op, args: tuple, kwargs: dict):
     """Communication: none for operands in one layout; else the cheaper operands are redistributed."""
-    spec, aligned = _one_spec(args)
-    if not aligned or kwargs or spec.partial_mesh_dims:
+    alike = None if kwargs else _alike(args)
+    if alike is None or alike[0].partial_mesh_dims:
         return _general(op, args, kwargs)
-    local = [a._local_tensor if isinstance(a, ShardTensor) else a for a in args]
+    spec, local = alike
     if op in _IN_PLACE:
         check_writable(args[0])
         op(*local)
         after_write(args[0])
         return args[0]
-    return _wrap(op._op(*local), _computed(args, spec))
-
-
-def _computed(args: Sequence, spec: ShardTensorSpec) -> ShardTensorSpec:
-    """The spec of a new tensor made of operands that lie as `spec`, though perhaps in other memory orders."""
-    for a in args:
-        if isinstance(a, ShardTensor) and a._spec.stride != spec.stride:
-            return spec.with_stride(iterated_stride(spec.shape, [each._spec.stride for each in args if isinstance(each, ShardTensor)]))
-    return spec.computed
+    return _wrap(op._op(*local), spec)
 
 
 def _result_stride(operands: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,19 +145,31 @@ def _result_stride(operands: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[
     return iterated_stride(shape, strides)
 
 
-def _one_spec(args: Sequence) -> tuple[ShardTensorSpec | None, bool]:
-    """The spec shared by all `ShardTensor` arguments, and whether nothing else but scalars is among them."""
-    spec = None
+def _alike(args: Sequence) -> tuple[ShardTensorSpec, list] | None:
+    """The spec of a new tensor made of operands that lie alike, though perhaps in other memory orders, and their shards.
+
+    None if they do not lie alike or if anything but scalars is among them.
+    """
+    spec, local, reordered = None, [], False
     for a in args:
         if isinstance(a, ShardTensor):
             own = a._spec
             if spec is None:
                 spec = own
-            elif spec is not own and (spec.sizes != own.sizes or spec.placements != own.placements or spec.shape != own.shape):
-                return spec, False
-        elif isinstance(a, Tensor | list | tuple):
-            return spec, False
-    return spec, spec is not None
+            elif spec is not own:
+                if spec.sizes != own.sizes or spec.placements != own.placements or spec.shape != own.shape:
+                    return None
+                reordered = reordered or spec.stride != own.stride
+            local.append(a._local_tensor)
+        elif isinstance(a, _NO_SCALARS):
+            return None
+        else:
+            local.append(a)
+    if spec is None:
+        return None
+    if reordered:
+        return spec.with_stride(iterated_stride(spec.shape, [a._spec.stride for a in args if isinstance(a, ShardTensor)])), local
+    return spec.computed, local
 
 
 def _wrap(local, spec: ShardTensorSpec):
@@ -343,17 +348,18 @@ _FAST = [
 
 def _fast(func, types, args: tuple, kwargs: dict):
     """Compute on the shards directly when all operands lie alike and autograd has nothing to record."""
-    spec, aligned = _one_spec(args)
-    if not aligned or kwargs:
+    alike = None if kwargs else _alike(args)
+    if alike is None:
         return call_function(func, types, args, kwargs)
     if torch.is_grad_enabled():
         with _NoTorchFunction():
             for a in args:
                 if isinstance(a, ShardTensor) and a.requires_grad:
                     return func(*args)
+    spec, local = alike
     if spec.partial_mesh_dims:
         return call_function(func, types, args, kwargs)
-    return ShardTensor(func(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args]), _computed(args, spec))
+    return ShardTensor(func(*local), spec)
 
 
 registry.functions.update(dict.fromkeys(_FAST, _fast))
