@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ModelError
 from shardwise.spec import catalog, hf
 from shardwise.spec.blocks import Attention, DeltaNet, Mamba2, Mla, Moe
+from shardwise.spec.hf_families import WRAPPERS
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -28,6 +29,11 @@ LINEAR = {
 }  # fmt: skip
 MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2, "conv_kernel": 3}
 INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32}
+BLOCKS = {"index_n_heads": 2, "index_head_dim": 24, "index_topk_blocks": 4, "index_block_size": 8}
+GATED_HEADS = {
+    "num_sliding_attention_heads": 12, "sliding_window": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "share_expert_dim": 40, "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+}  # fmt: skip
 
 CASES = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -54,6 +60,11 @@ CASES = [
         {**MOE, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 32, "enable_moe_block": True,
          "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 7},
     ),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 700, "global_head_dim": 32, "sliding_window": 32,
+         "num_hidden_layers": 12, "num_kv_shared_layers": 5, "use_double_wide_mlp": True, "attention_bias": True},
+    ),
     ("glm4", {"attention_bias": True, "pad_token_id": 0}),
     ("glm4_moe", {**ROUTED, "first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True}),
     ("glm4_moe_lite", {**ROUTED, **LATENT, "q_lora_rank": 20}),
@@ -68,6 +79,13 @@ CASES = [
     ),
     ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": None}),
     ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    (
+        "minimax_m3_vl_text",
+        {**BLOCKS, "num_local_experts": 8, "num_experts_per_tok": 2, "dense_intermediate_size": 112, "shared_intermediate_size": 40,
+         "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 4, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3},
+    ),
+    ("step3p5", {**GATED_HEADS, "attention_bias": True}),
+    ("step3p5", {**GATED_HEADS, "mlp_layer_types": ["dense"] + ["sparse"] * 4}),
     ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}),
     ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80}),
     ("nemotron", {"mlp_bias": True, "attention_bias": True}),
@@ -96,7 +114,13 @@ def published_params(config: dict) -> int:
         values["q_lora_rank"] = None
     built = transformers.AutoConfig.for_model(config["model_type"], **values)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(built)
+        if config["model_type"] in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            model = transformers.AutoModelForCausalLM.from_config(built)
+        else:  # only as part of a multimodal model
+            (outer,) = (name for name, inner in WRAPPERS.items() if inner == config["model_type"])
+            whole = transformers.AutoConfig.for_model(outer, text_config=values)
+            model = transformers.AutoModelForImageTextToText.from_config(whole)
+            model = torch.nn.ModuleList([model.model.language_model, model.lm_head])
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -116,11 +140,11 @@ def test_every_family_of_transformers_has_a_case() -> None:
 # one model of each family as published, at full size
 FULL_SIZE = [
     "llama-3.1-405b", "mistral-large-123b", "ministral-3-3b", "ministral-3-8b", "ministral-3-14b", "exaone-4.0-1.2b", "mixtral-8x22b",
-    "k-exaone-236b-a23b", "qwen2.5-72b", "qwen2-57b-a14b", "qwen3-32b", "qwen3-235b-a22b",
-    "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-397b-a17b", "gemma-7b", "gemma-2-27b", "gemma-3-27b", "gemma-4-26b-a4b", "glm-4-32b",
-    "glm-4.5", "glm-4.7-flash", "glm-5.2", "deepseek-v2", "deepseek-v3", "deepseek-v4-flash", "olmoe-1b-7b", "minimax-m2",
-    "gpt-oss-120b", "llama-4-maverick", "nemotron-4-340b", "nemotron-h-56b", "nemotron-3-super-120b-a12b", "starcoder2-15b",
-    "bloom-176b", "opt-175b", "gpt-3-175b",
+    "exaone-4.5-33b", "k-exaone-236b-a23b", "k-exaone-2.0-750b-a37b", "qwen2.5-72b", "qwen2-57b-a14b", "qwen3-32b", "qwen3-235b-a22b",
+    "qwen3-next-80b-a3b", "qwen3.5-2b", "qwen3.5-27b", "qwen3.5-397b-a17b", "gemma-7b", "gemma-2-27b", "gemma-3-27b", "gemma-4-26b-a4b",
+    "gemma-4-e4b", "glm-4-32b", "glm-4.5", "glm-4.7-flash", "glm-5.2", "deepseek-v2", "deepseek-v3", "deepseek-v4-flash", "olmoe-1b-7b",
+    "minimax-m2", "minimax-m3", "step-3.5-flash", "gpt-oss-120b", "llama-4-maverick", "nemotron-4-340b", "nemotron-h-56b",
+    "nemotron-3-nano-omni-30b-a3b", "nemotron-3-super-120b-a12b", "starcoder2-15b", "bloom-176b", "opt-175b", "gpt-3-175b",
 ]  # fmt: skip
 
 
@@ -164,6 +188,43 @@ def test_multimodal_config_gives_its_language_model() -> None:
     assert hf.from_config({"model_type": "gemma3", "text_config": text}).total_params == hf.from_config(text).total_params
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "stored"),
+    [  # parameters of the published checkpoints; MTP layers included, of multimodal models the language model
+        ("qwen3.5-2b", 1_881_825_088 + 60_828_160, 0),
+        ("k-exaone-2.0-750b-a37b", 1_498_715_008_512 // 2, 2 * 76 * 256),  # bytes of bf16; the balance biases of its experts are fp32
+        ("step-3.5-flash", (398_768_626_944 - 3 * 1_055_916_032) // 2, 2 * 42 * 288),  # bytes; each MTP layer has a copy of the head
+    ],
+)
+def test_published_checkpoints(name: str, total: int, stored: int) -> None:
+    model = catalog.model(name)
+    assert model.total_params + model.mtp_params().total == total - stored
+
+
+def test_layers_are_described_as_listed() -> None:
+    windows = [layer.mixer.window for layer in catalog.model("k-exaone-2.0-750b-a37b").layers]
+    assert windows == [None, 4096, *[128, 128, 128, None] * 19]
+    step = catalog.model("step-3.5-flash")
+    assert [(each.heads, each.window) for each in (layer.mixer for layer in step.layers[:4])] == [(64, None), *[(96, 512)] * 3]
+    assert [layer.is_moe for layer in step.layers[:5]] == [False] * 3 + [True] * 2
+    sparse = catalog.model("minimax-m3").layers
+    assert [layer.mixer.indexer and layer.mixer.indexer.top_k for layer in sparse[2:5]] == [None, 2048, 2048]
+    gemma = catalog.model("gemma-4-e4b").layers
+    assert [layer.mixer.own_kv for layer in gemma] == [True] * 24 + [False] * 18
+    config = {"model_type": "step3p5", **SMALL, **GATED_HEADS, "moe_layers_enum": "1, 3"}
+    assert [layer.is_moe for layer in hf.from_config(config).layers] == [False, True, False, True, False]
+    widths = {"dense_intermediate_size": 112, "shared_intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 2}
+    config = {"model_type": "minimax_m3_vl_text", **SMALL, **widths, "moe_layer_freq": [0, 0, 1, 1, 1]}
+    assert [layer.is_moe for layer in hf.from_config(config).layers] == [False] * 2 + [True] * 3
+
+
+def test_embeddings_of_layers_are_split_as_the_token_embedding_is() -> None:
+    model = catalog.model("gemma-4-e4b")
+    assert model.layer_inputs_params() == (262_144 + 2560) * 42 * 256 + 256
+    whole, half = model.embedding_params_on_rank(1), model.embedding_params_on_rank(2)
+    assert 2 * half - whole == 256  # the norm
+
+
 def test_searched_blocks() -> None:
     def block(attention: dict, ffn: dict) -> dict:
         return {"attention": attention, "ffn": ffn}
@@ -201,7 +262,9 @@ def test_searched_blocks() -> None:
         ({"model_type": "nemotron_h", **SMALL, **MAMBA, "hybrid_override_pattern": "MX"}, ["unknown layers X"]),
         ({"model_type": "qwen3_moe", **SMALL, **MOE, "num_experts_per_tok": 9}, ["more than the 8 experts"]),
         ({"model_type": "gemma2", **SMALL, "sliding_window": 8, "layer_types": ["full_attention"]}, ["1 items for 5 layers"]),
-        ({"model_type": "gemma4_text", **SMALL, "hidden_size_per_layer_input": 64}, ["not supported"]),
+        ({"model_type": "gemma4_text", **SMALL, "num_kv_shared_layers": 6}, ["num_kv_shared_layers must be a whole number from 0 to 5"]),
+        ({"model_type": "exaone4", **SMALL, "sliding_windows": [8, 0, -1, 0, 8]}, ["sliding_windows must be 0 or more"]),
+        ({"model_type": "step3p5", **SMALL, **GATED_HEADS, "attention_other_setting": 3}, ["attention_other_setting must be an object"]),
     ],
 )
 def test_bad_configs_say_what_is_wrong(config: dict, texts: list[str]) -> None:

@@ -96,12 +96,16 @@ def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model
         parts["latents"] = split * (BF16 * (latents + block.rope_dim) + copy * latents)
         parts["expanded"] = BF16 * tokens * heads * (2 * block.head_dim + block.v_dim)
     else:
-        width = heads * block.head_dim + 2 * block.kv_heads / min(tp, block.kv_heads) * block.head_dim
-        parts["qkv"] = BF16 * tokens * width
+        keys = block.kv_heads / min(tp, block.kv_heads) * block.head_dim
+        if isinstance(block, Attention) and not block.own_kv:  # kept by the layer they come from
+            keys = 0.0
+        parts["qkv"] = BF16 * tokens * (heads * block.head_dim + 2 * keys)
         if isinstance(block, Attention) and block.qk_norm != "none":
-            parts["qkv"] += BF16 * tokens * (heads * block.head_dim + block.kv_heads / min(tp, block.kv_heads) * block.head_dim)
+            parts["qkv"] += BF16 * tokens * (heads * block.head_dim + keys)
         if isinstance(block, Attention) and block.gated:
             parts["qkv"] += 2 * BF16 * tokens * heads * block.head_dim
+        if isinstance(block, Attention) and block.head_gate:  # the output before its gates, and those
+            parts["qkv"] += BF16 * tokens * heads * (block.v_dim + 1)
     pairs = float(tokens) * shape.keys
     if shape.fused_attention:
         parts["log_sum_exp"] = LOG_SUM_EXP * tokens * heads
@@ -170,6 +174,8 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
         products += BF16 * (up + width) * received
         if shape.dispatcher == "allgather":
             parts["moe_gathered"] = 3 * BF16 * width * shape.routed_tokens * shape.ep * shape.etp
+    if layer.input_width:  # inputs of the gate, of its activation, product and projection, and of the norms
+        parts["layer_input"] = BF16 * split * (2.0 * hidden + 5 * layer.input_width)
     return Saved(parts=parts, working=working, input=layer_input(model, shape), products=products)
 
 

@@ -194,7 +194,7 @@ def _attention_parts(block: Attention | Mla | CompressedAttention, shape: Shape,
     tokens, tp = shape.tokens, shape.tp
     parts = []
     if isinstance(block, Attention):
-        width = block.q_width // tp + block.kv_width // min(tp, block.kv_heads)
+        width = block.q_width // tp + block.kv_width // min(tp, block.kv_heads) + block.head_gate * block.heads // tp
         parts.append(_part("qkv", _linear(shape, tokens, hidden, width)))
         parts.append(_part("rope", _stream(tokens * (block.q_width / tp + block.kv_width / 2 / min(tp, block.kv_heads)), 2, 2)))
         if block.qk_norm != "none":
@@ -220,10 +220,14 @@ def _attention_parts(block: Attention | Mla | CompressedAttention, shape: Shape,
     window = block.window
     if isinstance(block, CompressedAttention) and block.compress:
         window = int(min(mean_keys(shape.seq, None) / block.compress, block.indexer.top_k if block.indexer else shape.seq)) + block.window
-    if isinstance(block, Mla) and block.indexer and block.indexer.top_k < shape.seq:
+    if isinstance(block, (Attention, Mla)) and block.indexer and block.indexer.top_k < shape.seq:
         scored = 2.0 * tokens * mean_keys(shape.seq, None) * block.indexer.heads * block.indexer.head_dim / tp
         parts.append(Part(name="indexer", forward=Work(attention=scored, launches=6), backward=Work(attention=2 * scored, launches=8)))
+        if isinstance(block, Attention):  # whole blocks of keys: kernels skip the others
+            window = block.indexer.top_k
     parts.append(_part("core_attn", _core_attention(shape, block.heads, block.head_dim, block.v_dim, window)))
+    if isinstance(block, Attention) and block.head_gate:
+        parts.append(_part("gate", _stream(tokens * block.heads * block.v_dim / tp, 2, 2)))
     parts.append(_part("proj", _linear(shape, tokens, block.heads * block.v_dim // tp, hidden)))
     return parts
 
@@ -326,8 +330,13 @@ def layer_work(model: ModelSpec, layer: Layer, shape: Shape) -> LayerWork:
         if mlp.shared_ffn:
             tp_bytes += boundary
             regathers += boundary
+    if layer.input_width:
+        width = layer.input_width
+        made = _linear(shape, tokens, hidden, max(1, width // shape.tp))  # from the token embedding, in the first stage
+        gate, back = _linear(shape, split, hidden, width), _linear(shape, split, width, hidden)
+        parts.append(_part("layer_input", made, gate, back, _stream(split * width, 4, 4)))
     parts.append(_part("layernorm", _stream(split * hidden * max(1, layer.norms), 2, layer.norms)))
-    blocks = (mixer is not None) + (mlp is not None)
+    blocks = (mixer is not None) + (mlp is not None) + (layer.input_width > 0)
     parts.append(_part("residual", _stream(split * hidden * blocks, 3, blocks)))
     return LayerWork(
         parts=tuple(parts),

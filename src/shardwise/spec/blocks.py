@@ -31,6 +31,16 @@ def _share(count: int, ranks: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Selects the `top_k` keys a query attends to (one by one or in blocks): its own small projections, replicated."""
+
+    heads: int
+    head_dim: int
+    top_k: int  # keys, also where they are chosen in blocks
+    params: int  # exact parameters
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Softmax attention with `heads` query heads and `kv_heads` key/value heads (MHA, GQA and MQA)."""
 
@@ -43,8 +53,11 @@ class Attention:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "head_bias", "full"] = "none"  # per head (with or without bias) or over all heads together
     gated: bool = False  # the query projection also makes a sigmoid gate of the output, as wide as the query
+    head_gate: bool = False  # a projection of its own makes one sigmoid gate per head
     sinks: bool = False  # one learned logit per head
     shared_kv: bool = False  # keys and values come from one projection
+    own_kv: bool = True  # False: keys and values are those of an earlier layer
+    indexer: Indexer | None = None
 
     @property
     def v_dim(self) -> int:
@@ -58,28 +71,18 @@ class Attention:
     @property
     def kv_width(self) -> int:
         """Output features of the key and value projections together."""
-        return self.kv_heads * (self.head_dim + (0 if self.shared_kv else self.v_dim))
+        return self.own_kv * self.kv_heads * (self.head_dim + (0 if self.shared_kv else self.v_dim))
 
     def params(self, hidden: int, tp: int = 1, ep: int = 1, etp: int = 1) -> Params:
         fan_in = hidden + self.qkv_bias
         count = _share(self.q_width * fan_in, tp) + _share(self.kv_width * fan_in, min(tp, self.kv_heads))
         count += _share(self.heads * self.v_dim * hidden, tp) + hidden * self.out_bias
-        count += _share(self.heads, tp) * self.sinks
+        count += _share(self.heads, tp) * self.sinks + _share(self.heads * hidden, tp) * self.head_gate
         if self.qk_norm in ("head", "head_bias"):
-            count += 2 * self.head_dim * (2 if self.qk_norm == "head_bias" else 1)
+            count += (1 + self.own_kv) * self.head_dim * (2 if self.qk_norm == "head_bias" else 1)
         elif self.qk_norm == "full":
-            count += self.heads * self.head_dim + self.kv_heads * self.head_dim
-        return Params(count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Indexer:
-    """Selects the `top_k` keys a query attends to (DeepSeek sparse attention): its own small projections, replicated."""
-
-    heads: int
-    head_dim: int
-    top_k: int
-    params: int  # exact parameters
+            count += (self.heads + self.own_kv * self.kv_heads) * self.head_dim
+        return Params(count + (self.indexer.params if self.indexer else 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +292,7 @@ class Layer:
     mixer: Mixer | None
     mlp: Mlp | Moe | None
     norms: int = 2  # norms as wide as the hidden size
+    input_width: int = 0  # features of an embedding of its own the layer mixes in: projected to, gated, and projected back
     other_params: int = 0  # replicated parameters not covered above (layer scales, hyper-connections), exact
 
     @property

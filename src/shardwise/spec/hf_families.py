@@ -23,21 +23,13 @@ from shardwise.spec.hf_parts import (
     mlp,
     model,
     mtp,
+    sparse_layers,
     window,
 )
-from shardwise.spec.hf_special import deepseek_v4, gemma4, nemotron_h, nemotron_nas
+from shardwise.spec.hf_special import deepseek_v4, gemma4, minimax_m3, nemotron_h, nemotron_nas, step3p5
 from shardwise.spec.model import ModelSpec
 
 Builder = Callable[[Config, str], ModelSpec]
-
-
-def _first_dense(c: Config, default: int = 0) -> Callable[[int], bool]:
-    """Whether a layer has experts: after the dense first layers, every `moe_layer_freq`-th, or as listed."""
-    listed = c.sequence("mlp_layer_types", str, c.layers)
-    if listed is not None:
-        return lambda i: listed[i] == "sparse"
-    first, every = c.integer("first_k_dense_replace", default=default, least=0), c.integer("moe_layer_freq", default=1)
-    return lambda i: i >= first and i % every == 0
 
 
 def llama(c: Config, name: str) -> ModelSpec:
@@ -52,7 +44,12 @@ def mistral(c: Config, name: str) -> ModelSpec:
 
 
 def _exaone_windows(c: Config) -> list[int | None]:
-    """A window on all layers but every fourth, or as the letters L and G say; none where it is null."""
+    """A window on all layers but every fourth, or as the letters L and G or a list of sizes say; none where it is null or 0."""
+    listed = c.sequence("sliding_windows", int, c.layers)
+    if listed is not None:
+        if any(each < 0 for each in listed):
+            c.problem("sliding_windows must be 0 or more")
+        return [each or None for each in listed[: c.layers]]
     wide, pattern = c.integer("sliding_window", default=4096, least=0) if c.values.get("sliding_window", 4096) is not None else 0, 4
     given = c.values.get("sliding_window_pattern")
     if given is not None:
@@ -63,11 +60,11 @@ def _exaone_windows(c: Config) -> list[int | None]:
 
 def exaone4(c: Config, name: str) -> ModelSpec:
     layers = [Layer(mixer=attention(c, qk_norm="head", window=each), mlp=mlp(c)) for each in _exaone_windows(c)]
-    return model(c, name, layers, tied=False)
+    return model(c, name, layers, tied=False, mtp=mtp(c, Layer(mixer=attention(c, qk_norm="head"), mlp=mlp(c))))
 
 
 def exaone_moe(c: Config, name: str) -> ModelSpec:
-    sparse, dense = _first_dense(c, default=1), mlp(c)
+    sparse, dense = sparse_layers(c, 1), mlp(c)
     moe = deepseek_experts(Config({"num_shared_experts": 1, **c.values}, c.problems))
     windows = _exaone_windows(c)
     layers = [Layer(mixer=attention(c, qk_norm="head", window=each), mlp=moe if sparse(i) else dense) for i, each in enumerate(windows)]
@@ -189,14 +186,14 @@ def glm4(c: Config, name: str) -> ModelSpec:
 
 
 def glm4_moe(c: Config, name: str) -> ModelSpec:
-    sparse, norm = _first_dense(c, 1), "head" if c.boolean("use_qk_norm", False) else "none"
+    sparse, norm = sparse_layers(c, 1), "head" if c.boolean("use_qk_norm", False) else "none"
     mixer, moe = attention(c, qkv_bias=c.boolean("attention_bias", False), qk_norm=norm), deepseek_experts(c)
     layers = [Layer(mixer=mixer, mlp=moe if sparse(i) else mlp(c)) for i in range(c.layers)]
     return model(c, name, layers, tied=False, mtp=mtp(c, Layer(mixer=mixer, mlp=moe)))
 
 
 def deepseek_v2(c: Config, name: str) -> ModelSpec:
-    sparse, ffn = _first_dense(c), c.integer("moe_intermediate_size")
+    sparse, ffn = sparse_layers(c), c.integer("moe_intermediate_size")
     shared = c.integer("n_shared_experts", default=0, least=0) * ffn
     groups = c.word("topk_method", default="greedy") == "group_limited_greedy"
     values = c.values if groups else {**c.values, "n_group": None}
@@ -207,7 +204,7 @@ def deepseek_v2(c: Config, name: str) -> ModelSpec:
 
 
 def deepseek_v3(c: Config, name: str) -> ModelSpec:
-    sparse, mixer, moe = _first_dense(c, 3), mla(c), deepseek_experts(c)
+    sparse, mixer, moe = sparse_layers(c, 3), mla(c), deepseek_experts(c)
     layers = [Layer(mixer=mixer, mlp=moe if sparse(i) else mlp(c)) for i in range(c.layers)]
     return model(c, name, layers, tied=False, mtp=mtp(c, Layer(mixer=mixer, mlp=moe)))
 
@@ -217,7 +214,7 @@ def glm4_moe_lite(c: Config, name: str) -> ModelSpec:
 
 
 def glm_moe_dsa(c: Config, name: str) -> ModelSpec:
-    sparse, mixer, moe = _first_dense(c, 3), mla(c, indexer=True), deepseek_experts(c)
+    sparse, mixer, moe = sparse_layers(c, 3), mla(c, indexer=True), deepseek_experts(c)
     layers = [Layer(mixer=mixer, mlp=moe if sparse(i) else mlp(c)) for i in range(c.layers)]
     return model(c, name, layers, tied=False, mtp=mtp(c, Layer(mixer=mixer, mlp=moe)))
 
@@ -332,7 +329,7 @@ def mimo(c: Config, name: str) -> ModelSpec:
 
 
 def bailing_moe(c: Config, name: str) -> ModelSpec:
-    sparse, qkv_bias, bias = _first_dense(c), c.boolean("use_qkv_bias", False), c.boolean("use_bias", False)
+    sparse, qkv_bias, bias = sparse_layers(c), c.boolean("use_qkv_bias", False), c.boolean("use_bias", False)
     mixer = attention(c, qkv_bias=qkv_bias, out_bias=bias, qk_norm="head" if c.boolean("use_qk_norm", True) else "none")
     moe = deepseek_experts(c)
     layers = [Layer(mixer=mixer, mlp=moe if sparse(i) else mlp(c)) for i in range(c.layers)]
@@ -367,6 +364,8 @@ FAMILIES: dict[str, Builder] = {
     "deepseek_v4": deepseek_v4,
     "olmoe": olmoe,
     "minimax_m2": minimax_m2,
+    "minimax_m3_vl_text": minimax_m3,
+    "step3p5": step3p5,
     "gpt_oss": gpt_oss,
     "llama4_text": llama4,
     "nemotron": nemotron,
@@ -390,6 +389,8 @@ WRAPPERS: dict[str, str] = {
     "mistral3": "mistral",
     "exaone4_5": "exaone4",
     "nemotron_h_omni": "nemotron_h",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "step3p7": "step3p5",
     "llama4": "llama4_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",

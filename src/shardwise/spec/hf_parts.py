@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.spec.blocks import Attention, DeltaNet, Indexer, Layer, Mla, Mlp, Moe
@@ -17,7 +17,7 @@ LAYER_WORDS = {
     "chunked_attention": SLIDING,
     "linear_attention": LINEAR,
 }
-_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "swish": "silu"}
+_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "swish": "silu", "swigluoai": "silu"}
 
 
 def activation(c: Config, *names: str, default: str = "silu") -> str:
@@ -81,8 +81,8 @@ def mlp(c: Config, *, gated: bool = True, bias: bool = False, ffn: int | None = 
 
 def experts(c: Config, **options: Any) -> Moe:
     """A mixture of experts from the usual fields; `options` are fields of `Moe` and win."""
-    count = c.integer("n_routed_experts", "num_experts", "num_local_experts")
-    top_k = c.integer("num_experts_per_tok", "top_k_experts", "moe_topk")
+    count = c.integer("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    top_k = c.integer("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
     ffn = options.pop("ffn", None) or c.integer("moe_intermediate_size", "intermediate_size")
     if top_k > count:
         c.problem(f"num_experts_per_tok {top_k} is more than the {count} experts")
@@ -98,6 +98,23 @@ def deepseek_experts(c: Config, **options: Any) -> Moe:
     shared = c.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     ffn = c.integer("moe_intermediate_size")
     return experts(c, shared_ffn=shared * ffn, score="sigmoid", expert_bias=True, **options)
+
+
+def sparse_layers(c: Config, dense: int = 0) -> Callable[[int], bool]:
+    """Whether a layer has experts: as listed, else every `moe_layer_freq`-th after the first dense ones, `dense` where not given."""
+    words = c.sequence("mlp_layer_types", str, c.layers)
+    if words is not None:
+        return lambda i: words[i] == "sparse"
+    if isinstance(c.values.get("moe_layer_freq"), list):
+        flags = c.sequence("moe_layer_freq", int, c.layers)
+        return lambda i: bool(flags and flags[i])
+    named = c.values.get("moe_layers_enum")
+    if named is not None:
+        listed = named.split(",") if isinstance(named, str) else c.sequence("moe_layers_enum", int) or ()
+        indices = {str(each).strip() for each in listed}
+        return lambda i: str(i) in indices
+    first, every = c.integer("first_k_dense_replace", default=dense, least=0), c.integer("moe_layer_freq", default=1)
+    return lambda i: i >= first and i % every == 0
 
 
 def window(c: Config, kind: str, *names: str) -> int | None:

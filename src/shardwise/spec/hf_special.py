@@ -1,20 +1,20 @@
-"""Hugging Face families with blocks of their own: Gemma 4, DeepSeek-V4, Nemotron-H and the searched Llama-Nemotron models."""
+"""Hugging Face families with blocks of their own: Gemma 4, DeepSeek-V4, MiniMax-M3, Step, Nemotron-H and searched Llama-Nemotron models."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.spec.blocks import CompressedAttention, Indexer, Layer, LinearMixer, Mamba2, Mixer, Mlp, Moe
 from shardwise.spec.hf_config import Config
-from shardwise.spec.hf_parts import FULL, LAYER_WORDS, SLIDING, activation, attention, experts, mlp, model, mtp
+from shardwise.spec.hf_parts import FULL, LAYER_WORDS, SLIDING, activation, attention, experts, mlp, model, mtp, sparse_layers
 from shardwise.spec.model import ModelSpec
 
 
 def gemma4(c: Config, name: str) -> ModelSpec:
-    """Full-attention layers have their own head size and, with `attention_k_eq_v`, one projection for keys and values."""
-    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if c.integer(field, default=256 if "per_layer" in field else 0, least=0):
-            c.problem(f"{field} above 0 is not supported: its per-layer embeddings or shared keys are not described")
-    if c.boolean("use_double_wide_mlp", False):
-        c.problem("use_double_wide_mlp is not supported")
+    """Full-attention layers have their own head size and, with `attention_k_eq_v`, one projection for keys and values.
+
+    The last `num_kv_shared_layers` use the keys and values of an earlier layer; every layer may have an embedding of its own.
+    """
     hidden, bias, shared_kv = c.integer("hidden_size"), c.boolean("attention_bias", False), c.boolean("attention_k_eq_v", False)
     local = attention(c, qkv_bias=bias, out_bias=bias, qk_norm="head", window=c.integer("sliding_window", default=512))
     wide = attention(
@@ -28,15 +28,74 @@ def gemma4(c: Config, name: str) -> ModelSpec:
     )
     kinds = c.kinds("layer_types", LAYER_WORDS, lambda i: SLIDING if (i + 1) % 6 else FULL)
     kinds[-1] = FULL  # always
-    feed: Mlp | Moe = mlp(c, act="gelu")
-    norms = 4
-    if c.boolean("enable_moe_block", False):
+    own = c.layers - c.integer("num_kv_shared_layers", default=0, least=0, most=c.layers)
+    double = c.boolean("use_double_wide_mlp", False)
+    inputs = c.integer("hidden_size_per_layer_input", default=256, least=0)
+    sparse = c.boolean("enable_moe_block", False)
+
+    def feed(ffn: int) -> Mlp | Moe:
+        if not sparse:
+            return mlp(c, act="gelu", ffn=ffn)
         # the dense MLP runs beside the experts; the router has a scale per feature and per expert
         scale = hidden + c.integer("num_experts")
-        feed = experts(c, shared_ffn=c.integer("intermediate_size"), router_params=scale, activation=activation(c, default="gelu"))
-        norms = 7
-    layers = [Layer(mixer=local if kind == SLIDING else wide, mlp=feed, norms=norms) for kind in kinds]
-    return model(c, name, layers, tied=True)
+        return experts(c, shared_ffn=ffn, router_params=scale, activation=activation(c, default="gelu"))
+
+    ffn, norms = c.integer("intermediate_size"), (7 if sparse else 4) + (inputs > 0)
+    layers = []
+    for i, kind in enumerate(kinds):
+        mixer = replace(local if kind == SLIDING else wide, own_kv=i < own)
+        layers.append(Layer(mixer=mixer, mlp=feed(2 * ffn if double and i >= own else ffn), norms=norms, input_width=inputs))
+    rows = c.integer("vocab_size_per_layer_input", default=262_144) if inputs else 0
+    return model(c, name, layers, tied=True, input_vocab=rows)
+
+
+def minimax_m3(c: Config, name: str) -> ModelSpec:
+    """Queries of sparse layers attend to the blocks of keys an indexer scores highest, chosen anew for each KV head."""
+    nested = c.section("sparse_attention_config") if c.has("sparse_attention_config") else Config({}, c.problems)
+    flags = nested.sequence("sparse_attention_freq", int, c.layers)
+    words = {"full_attention": FULL, "minimax_m3_sparse": "sparse"}
+    kinds = c.kinds("layer_types", words, lambda i: "sparse" if flags and flags[i] else FULL)
+
+    def read(field: str, nested_field: str) -> int:
+        return nested.integer(nested_field) if nested.has(nested_field) else c.integer(field)
+
+    full = attention(c, qk_norm="head")
+    mixers = {FULL: full}
+    if "sparse" in kinds:
+        heads, dim = read("index_n_heads", "sparse_num_index_heads"), read("index_head_dim", "sparse_index_dim")
+        chosen = read("index_topk_blocks", "sparse_topk_blocks") * read("index_block_size", "sparse_block_size")
+        # queries, keys of one head, and a norm on each
+        exact = c.integer("hidden_size") * (heads + 1) * dim + 2 * dim
+        mixers["sparse"] = replace(full, indexer=Indexer(heads=heads, head_dim=dim, top_k=chosen, params=exact))
+    ffn, shared = c.integer("intermediate_size"), c.integer("shared_intermediate_size")
+    moe = experts(c, ffn=ffn, shared_ffn=shared, score="sigmoid", expert_bias=True)
+    sparse, dense = sparse_layers(c), mlp(c, ffn=c.integer("dense_intermediate_size"))
+    layers = [Layer(mixer=mixers[kind], mlp=moe if sparse(i) else dense) for i, kind in enumerate(kinds)]
+    return model(c, name, layers, tied=False)
+
+
+def step3p5(c: Config, name: str) -> ModelSpec:
+    """Windowed layers have another number of heads (`attention_other_setting`); every head's output has a gate."""
+    if c.boolean("mlp_bias", False):
+        c.problem("mlp_bias=true is not supported: the bias of shared experts is not described")
+    bias, kv_heads = c.boolean("attention_bias", False), c.integer("num_attention_groups", "num_key_value_heads")
+    full = attention(c, kv_heads=kv_heads, qkv_bias=bias, out_bias=bias, qk_norm="head", head_gate=True)
+    kinds = c.kinds("layer_types", LAYER_WORDS, lambda i: FULL)
+    local = full
+    if SLIDING in kinds:
+        other = c.section("attention_other_setting") if c.has("attention_other_setting") else Config({}, c.problems)
+        local = replace(
+            full,
+            heads=other.integer("num_attention_heads", default=c.integer("num_sliding_attention_heads", default=full.heads)),
+            kv_heads=other.integer("num_attention_groups", default=kv_heads),
+            head_dim=other.integer("head_dim", default=full.head_dim),
+            window=c.integer("sliding_window"),
+        )
+    ffn, shared = c.integer("moe_intermediate_size"), c.integer("share_expert_dim", "share_expert_dims")
+    moe = experts(c, ffn=ffn, shared_ffn=shared, score="sigmoid", expert_bias=True)
+    sparse, dense = sparse_layers(c, 3), mlp(c)
+    layers = [Layer(mixer=local if kind == SLIDING else full, mlp=moe if sparse(i) else dense) for i, kind in enumerate(kinds)]
+    return model(c, name, layers, tied=False, mtp=mtp(c, Layer(mixer=local, mlp=dense)))
 
 
 _V4_WORDS = {"compressed_sparse_attention": "sparse", "heavily_compressed_attention": "heavy", "sliding_attention": "window"}

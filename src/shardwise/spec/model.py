@@ -24,6 +24,7 @@ class ModelSpec:
     norm_bias: bool = False  # norms have a bias (LayerNorm)
     positions: int = 0  # rows of a learned position embedding
     embedding_norm: bool = False
+    input_vocab: int = 0  # rows of the table with the embeddings that layers of `input_width` have of their own
     final_norm: bool = True
     other_params: int = 0  # parameters outside layers, embedding and head not covered above, exact; on the last stage
     max_positions: int | None = None  # longest sequence the positions allow
@@ -72,7 +73,7 @@ class ModelSpec:
 
     def layer_params(self, layer: Layer, tp: int = 1, ep: int = 1, etp: int = 1) -> Params:
         """Parameters of one layer held by one rank."""
-        count = Params(layer.norms * self.norm_params + layer.other_params)
+        count = Params(layer.norms * self.norm_params + 2 * self.hidden * layer.input_width + layer.other_params)
         for block in (layer.mixer, layer.mlp):
             if block is not None:
                 count = count.plus(block.params(self.hidden, tp, ep, etp))
@@ -93,10 +94,20 @@ class ModelSpec:
             count = count.plus(Params(-(-2 * self.hidden * self.hidden // tp) + 3 * self.norm_params))
         return count
 
+    @cached_property
+    def input_widths(self) -> int:
+        """Features of the embeddings of all layers together."""
+        return sum(layer.input_width * count for layer, count in self.runs)
+
+    def layer_inputs_params(self, tp: int = 1) -> int:
+        """Embeddings of the layers on one rank: their table, the token embedding projected to as many features, and a norm of that."""
+        norm = max((layer.input_width for layer, _ in self.runs), default=0)
+        return (-(-self.input_vocab // tp) + -(-self.hidden // tp)) * self.input_widths + norm
+
     @property
     def embedding_params(self) -> int:
-        """Token embedding, learned positions and embedding norm, vocabulary not padded."""
-        return (self.vocab + self.positions) * self.hidden + self.norm_params * self.embedding_norm
+        """Token embedding, learned positions, embedding norm and embeddings of the layers, vocabulary not padded."""
+        return (self.vocab + self.positions) * self.hidden + self.norm_params * self.embedding_norm + self.layer_inputs_params()
 
     @property
     def head_params(self) -> int:
@@ -105,7 +116,7 @@ class ModelSpec:
 
     def embedding_params_on_rank(self, tp: int) -> int:
         rows = self.padded_vocab(tp) // tp
-        return (rows + self.positions) * self.hidden + self.norm_params * self.embedding_norm
+        return (rows + self.positions) * self.hidden + self.norm_params * self.embedding_norm + self.layer_inputs_params(tp)
 
     def head_params_on_rank(self, tp: int) -> int:
         return self.padded_vocab(tp) // tp * self.hidden
