@@ -130,7 +130,9 @@ def test_exact_parameter_count(kind: str, fields: dict) -> None:
     assert hf.from_config(config).total_params == published_params(config)
 
 
-REMOTE = ("kimi_k2", "nemotron-nas", "grok-1", "internlm", "baichuan", "aquila", "mimo", "bailing_moe_v2")  # code outside transformers
+REMOTE = (  # code outside transformers
+    "kimi_k2", "nemotron-nas", "grok-1", "internlm", "baichuan", "aquila", "mimo", "bailing_moe_v2", "exaone4_5_text", "minimax_m3_text",
+)  # fmt: skip
 
 
 def test_every_family_of_transformers_has_a_case() -> None:
@@ -183,9 +185,11 @@ def test_kinds_of_layers() -> None:
     assert len(catalog.model("glm-4.5").mtp) == 1
 
 
-def test_multimodal_config_gives_its_language_model() -> None:
-    text = {"model_type": "gemma3_text", **SMALL, "sliding_window": 32}
-    assert hf.from_config({"model_type": "gemma3", "text_config": text}).total_params == hf.from_config(text).total_params
+@pytest.mark.parametrize(("outer", "inner", "same"), [("gemma3", "gemma3_text", "gemma3_text"), ("exaone4_5", "exaone4_5_text", "exaone4")])
+def test_multimodal_config_gives_its_language_model(outer: str, inner: str, same: str) -> None:
+    text = {**SMALL, "sliding_window": 32}
+    whole = hf.from_config({"model_type": outer, "text_config": {"model_type": inner, **text}})
+    assert whole.total_params == hf.from_config({"model_type": same, **text}).total_params
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,8 @@ def test_published_checkpoints(name: str, total: int, stored: int) -> None:
 def test_layers_are_described_as_listed() -> None:
     windows = [layer.mixer.window for layer in catalog.model("k-exaone-2.0-750b-a37b").layers]
     assert windows == [None, 4096, *[128, 128, 128, None] * 19]
+    config = {"model_type": "exaone_moe", **SMALL, **MOE, "mtp_layer_types": ["sliding_attention"], "num_nextn_predict_layers": 3}
+    assert len(hf.from_config(config).mtp) == 1
     step = catalog.model("step-3.5-flash")
     assert [(each.heads, each.window) for each in (layer.mixer for layer in step.layers[:4])] == [(64, None), *[(96, 512)] * 3]
     assert [layer.is_moe for layer in step.layers[:5]] == [False] * 3 + [True] * 2

@@ -68,8 +68,9 @@ def exaone_moe(c: Config, name: str) -> ModelSpec:
     moe = deepseek_experts(Config({"num_shared_experts": 1, **c.values}, c.problems))
     windows = _exaone_windows(c)
     layers = [Layer(mixer=attention(c, qk_norm="head", window=each), mlp=moe if sparse(i) else dense) for i, each in enumerate(windows)]
-    extra = mtp(c, Layer(mixer=attention(c, qk_norm="head"), mlp=dense))
-    return model(c, name, layers, tied=False, mtp=extra)
+    last = Layer(mixer=attention(c, qk_norm="head"), mlp=dense)
+    named = c.sequence("mtp_layer_types", str)  # one a layer, where one layer is applied several times
+    return model(c, name, layers, tied=False, mtp=(last,) * len(named) if named else mtp(c, last))
 
 
 def mixtral(c: Config, name: str) -> ModelSpec:
@@ -341,6 +342,7 @@ FAMILIES: dict[str, Builder] = {
     "mistral": mistral,
     "ministral3": mistral,
     "exaone4": exaone4,
+    "exaone4_5_text": exaone4,
     "exaone_moe": exaone_moe,
     "mixtral": mixtral,
     "qwen2": qwen2,
@@ -365,6 +367,7 @@ FAMILIES: dict[str, Builder] = {
     "olmoe": olmoe,
     "minimax_m2": minimax_m2,
     "minimax_m3_vl_text": minimax_m3,
+    "minimax_m3_text": minimax_m3,
     "step3p5": step3p5,
     "gpt_oss": gpt_oss,
     "llama4_text": llama4,
