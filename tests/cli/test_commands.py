@@ -348,6 +348,13 @@ def test_validate_judges_a_table_of_recipes(capsys: pytest.CaptureFixture[str], 
     assert answer["summary"]["rows"] == 2 and answer["rows"][0]["findings"][0]["rule"] == "W2"
     code, out, _ = run(capsys, "validate", str(table))
     assert code == 1 and "1 refused" in out
+    (tight,) = (line for line in lines if line.startswith("llama3_70b_pretrain_32gpu_gb200_fp8cs"))
+    table.write_text(f"{lines[0]}\n{tight}\n")
+    code, answer = run_json(capsys, "validate", str(table))
+    (row,) = answer["rows"]
+    assert code == 1 and not row["fits"] and not row["fits_named_gpus"] and row["gpus"] == 32 and row["fits_from_gpus"] == 64
+    code, out, _ = run(capsys, "validate", str(table))
+    assert code == 1 and "fits from 64 GPUs" in " ".join(out.split()) and answer["summary"]["of_these_fits_more_gpus"] == 1
     table.write_text("recipe,model\na,b\n")
     code, _, err = run(capsys, "validate", str(table))
     assert code == 2 and "gpu_type" in err

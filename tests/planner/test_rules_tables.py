@@ -11,6 +11,7 @@ from shardwise.planner.recipe_table import judge_rows
 from shardwise.planner.rules.sizing import DENSE, MOE, SEQUENCE, departures, suggestions, table_findings
 from shardwise.spec import catalog
 from shardwise.spec.layout import Layout
+from shardwise.spec.model import ModelSpec
 from shardwise.spec.ranks import min_world
 
 # Megatron Bridge main@067f987 (2026-08-22): every recipe marked infeasible in its own notes, and a random sample of the others
@@ -37,6 +38,12 @@ def test_other_recipes_are_legal() -> None:
     assert len(refused) <= 0.05 * len(others), [(each.recipe, [str(finding) for finding in each.findings]) for each in refused]
 
 
+def test_legal_recipes_fit_or_say_from_how_many_gpus() -> None:
+    legal = [judged for judged in judge_rows(rows()) if judged.legal and judged.memory]
+    assert legal and all(judged.fits or judged.fits_from for judged in legal), [each.recipe for each in legal if not each.fits]
+    assert sum(judged.fits is True for judged in legal) >= 0.95 * len(legal)
+
+
 def recipe_row(words: str) -> dict[str, str]:
     """A row of the table that says only what `words` do."""
     given = dict(word.split("=") for word in words.split())
@@ -52,6 +59,85 @@ def test_recipes_are_read_as_their_framework_runs_them() -> None:
     assert tuned.layout and (tuned.layout.grad_dtype, tuned.layout.cross_entropy, tuned.layout.peft) == ("bf16", "te", "lora")
     (crowded,) = judge_rows([{**row, "precision": "bf16", "gpu_type": "H100", "gpus": "1"}])
     assert crowded.legal and crowded.fits is False and crowded.memory and crowded.memory.needed_gib > 100
+
+
+LLAMA = "model=llama-3.1-8b gpu_type=H100 tp=2 pp=1 cp=1 seq=4096 sp=False precision=bf16 recompute=none"
+
+
+def test_library_recipes_are_judged_on_whole_nodes() -> None:
+    row = recipe_row(f"{LLAMA} gpus=2 gbs=8 task=sft")
+    (library,) = judge_rows([{**row, "kind": "library"}])
+    assert (library.gpus, library.fits, library.fits_named, library.fits_from) == (8, True, False, None)
+    (named,) = judge_rows([{**row, "kind": ""}])
+    assert (named.gpus, named.fits, named.fits_named, named.fits_from) == (2, False, None, 4)
+    (perf,) = judge_rows([{**row, "kind": "perf"}])
+    assert (perf.gpus, perf.fits) == (2, True)  # gradients in bf16
+    (small,) = judge_rows([{**row, "kind": "library", "gbs": "1"}])  # its one sample cannot be split over more ranks
+    assert (small.gpus, small.fits, small.fits_from) == (2, False, None)
+    (spread,) = judge_rows([{**row, "kind": "library", "gpus": "32", "gbs": "16"}])
+    assert spread.gpus == 32 and spread.fits
+
+
+def test_a_recipe_that_does_not_fit_says_what_it_would_need() -> None:
+    row = {**recipe_row(f"{LLAMA} gpus=8 gbs=24 kind=library"), "model": "llama-3.1-70b", "pp": "2"}
+    (judged,) = judge_rows([row])
+    assert judged.fits is False and judged.fits_from is None and judged.most and judged.memory
+    assert judged.most[0] == 4 * 24 and not judged.most[1].fits  # gradients and weights are not shared
+    assert judged.most[1].terms["optimizer"] < judged.memory.terms["optimizer"] / 10
+    (judged,) = judge_rows([{**row, "pp": "4"}])
+    assert judged.fits is False and judged.fits_from and judged.most is None
+    worlds = {8 * times: judge_rows([{**row, "pp": "4", "gpus": str(8 * times)}])[0] for times in (1, 2, 3, 4, 6, 8, 12, 24)}
+    assert judged.fits_from == min(world for world, grown in worlds.items() if grown.fits)
+
+
+def test_samples_that_are_not_padded_may_be_short_enough() -> None:
+    row = {**recipe_row(f"{LLAMA} gpus=1 gbs=32 mbs=4 task=peft kind=library"), "tp": "1"}
+    (tuned,) = judge_rows([{**row, "recipe": "llama3_8b_peft_1gpu_h100_bf16_config"}])
+    (seeing,) = judge_rows([{**row, "recipe": "some_vl_8b_peft_1gpu_h100_bf16_config"}])
+    assert tuned.fits is seeing.fits is False and tuned.longest is None and seeing.longest and seeing.longest < 4096
+    for length, fits in ((seeing.longest, True), (seeing.longest + 128, False)):
+        (judged,) = judge_rows([{**row, "recipe": "some_vl_8b_peft_1gpu_h100_bf16_config", "seq": str(length)}])
+        assert judged.fits is fits
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "found"),
+    [
+        ("llama31_8b_pretrain_2gpu_h100_bf16_config", "library", {"cross_entropy": "te", "grad_dtype": "fp32"}),
+        ("llama31_8b_sft_2gpu_h100_bf16_config", "library", {"cross_entropy": "fused"}),
+        ("qwen3_235b_a22b_pretrain_128gpu_b200_bf16_deepep_dev_config", "perf", {"moment_dtype": "bf16", "grad_dtype": "bf16"}),
+        ("qwen3_235b_a22b_pretrain_128gpu_b200_bf16_config", "perf", {"moment_dtype": "fp32"}),
+        ("deepseek_v3_pretrain_1024gpu_h100_bf16_config", "library", {"moment_dtype": "bf16", "master_dtype": "fp32"}),
+        ("deepseek_v4_flash_sft_32gpu_h100_bf16_config", "library", {"moment_dtype": "fp32", "optimizer": "adam"}),
+        ("deepseek_v4_flash_pretrain_32gpu_h100_bf16_muon_config", "library", {"optimizer": "muon", "sharding": "none"}),
+        ("nemotron_3_super_sft_16gpu_h100_bf16_config", "library", {"master_dtype": "fp16", "moment_dtype": "bf16", "grad_dtype": "bf16"}),
+    ],
+)
+def test_what_recipes_set_and_a_table_does_not_show(recipe: str, kind: str, found: dict[str, str]) -> None:
+    (judged,) = judge_rows([{**recipe_row(f"{LLAMA} gpus=8 gbs=8"), "recipe": recipe, "kind": kind}])
+    assert judged.layout and {name: getattr(judged.layout, name) for name in found} == found
+
+
+def test_the_model_is_the_one_a_recipe_builds() -> None:
+    def model(recipe: str, words: str) -> ModelSpec:
+        (judged,) = judge_rows([{**recipe_row(f"{LLAMA} gpus=8 gbs=8"), **recipe_row(words), "recipe": recipe, "kind": "library"}])
+        assert judged.model
+        return judged.model
+
+    full = catalog.model("deepseek-v3")
+    assert model("deepseek_v3_sft_config", "model=deepseek-v3") == full
+    assert model("deepseek_v3_pretrain_config", "model=deepseek-v3").vocab == 32000
+    assert len(full.mtp) == len(model("deepseek_v3_sft_config", "model=deepseek-v3 mtp_num_layers=1").mtp) == 1
+    for recipe, words in (("deepseek_v3_sft_config", "mtp_num_layers=0"), ("deepseek_v3_no_mtp_sft_config", "mtp_num_layers=")):
+        assert model(recipe, f"model=deepseek-v3 {words}").mtp == ()
+
+
+def test_adapters_keep_the_inputs_of_what_they_adapt() -> None:
+    """LoRA sits on all linears of a layer: Transformer Engine keeps no input of a frozen weight, but its adapter keeps the same one."""
+    row = recipe_row(f"{LLAMA} gpus=8 gbs=32 kind=library")
+    (tuned,), (trained,) = (judge_rows([{**row, "task": task}]) for task in ("peft", "sft"))
+    assert tuned.memory and trained.memory and tuned.memory.terms["activations"] == trained.memory.terms["activations"]
+    assert tuned.memory.terms["optimizer"] == tuned.memory.terms["gradients"] == 0.0 < trained.memory.terms["optimizer"]
 
 
 def test_vision_language_pretraining_freezes_the_language_model_where_its_recipe_does() -> None:
@@ -72,6 +158,8 @@ def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None
     row = recipe_row("model=gpt-oss-120b gpu_type=H100 gpus=48 tp=2 pp=6 cp=4 ep=4 gbs=4 seq=32768 sp=True precision=bf16")
     (judged,) = judge_rows([row])
     assert judged.legal and judged.layout and judged.layout.etp == 1  # the bias of its experts could not be split
+    (whole,) = judge_rows([{**row, "ep": "1", "tp": "2", "pp": "4", "gpus": "32"}])
+    assert whole.layout and whole.layout.etp == 2  # without expert parallelism they are split like everything else
     (judged,) = judge_rows([{**row, "ep": "8"}])
     assert "W2" in {finding.rule for finding in judged.findings}  # 48 GPUs hold pp=6 ep=8, but not with two ranks per expert
 
