@@ -230,8 +230,10 @@ def test_sparse_attention_without_a_kernel_keeps_scores_in_fp32() -> None:
     saved = saved_by_layer(model, model.layers[-1], shape)
     block = model.layers[-1].mixer
     assert isinstance(block, Mla) and block.indexer
-    assert saved.parts["scores"] == 2048**2 * (6 * block.heads + 8 * block.indexer.heads)
-    assert saved.working == 2048**2 * 10 * block.heads
+    masked_softmax = 4 + 4 + 3 * 1 + 2  # exponentials, masked exponentials, masks, bf16 probabilities
+    products = 2 * 4 * (512 + 64) + 2 * 512  # Q and K of the latents in fp32, V in bf16
+    assert saved.parts["scores"] == block.heads * (2048**2 * masked_softmax + 2048 * products)
+    assert saved.working == 2048**2 * 17 * block.heads
 
 
 def test_gathered_layers_of_fp8_parameters_are_half_as_large() -> None:
@@ -254,5 +256,70 @@ def test_fp8_weights_are_kept_twice_only_where_products_need_a_transpose() -> No
     for precision in ("fp8-current", "fp8-delayed"):
         for gpu, copies in (("h100-sxm", 2), ("b200", 1), ("gb300", 1), ("rtx-5090", 2)):
             assert weights(gpu, precision) == pytest.approx(copies * linear + 2 * ends)
-    assert weights("b200", "mxfp8") == weights("h100-sxm", "fp8-current")  # rows and columns have scales of their own
+    # rows and columns have scales of their own
+    assert weights("b200", "mxfp8") == pytest.approx(2 * (1 + 1 / 32) * linear + 2 * ends)
     assert weights("b200", "fp8-current", "bf16") == weights("h100-sxm", "fp8-current", "bf16")
+    # embedding and head are multiplied in bf16: no copies of them
+    assert weights("b200", "fp8-current", "bf16") == pytest.approx((2 + 2) * linear + 2 * ends)
+    assert weights("b200", "nvfp4", "bf16") == pytest.approx((2 + 2 * (1 / 2 + 1 / 16)) * linear + 2 * ends)
+
+
+def test_nvfp4_as_measured() -> None:
+    """DeepSeek-V3 on 256 GB300, first pipeline rank: 235.15 GB at the peak (Megatron Bridge, pull request 3364)."""
+    layout = Layout(
+        pp=2,
+        vpp=8,
+        dp=128,
+        ep=32,
+        mbs=2,
+        gbs=4096,
+        precision="nvfp4",
+        grad_dtype="bf16",
+        moment_dtype="bf16",
+        cross_entropy="te",
+        recompute=Recompute(granularity="selective", modules=("mla_up_proj",)),
+        pipeline_layout=("Etttt", *("tttt",) * 14, "tmL"),
+    )
+    found = estimate_memory(catalog.model("deepseek-v3"), layout, cluster("gb300", 256), seq_len=4096, profile="megatron-bridge")
+    assert 235.15e9 < sum(found.stages[0].values()) < 1.05 * 235.15e9
+
+
+def test_nvfp4_keeps_gathered_norm_outputs_by_rows_and_columns() -> None:
+    """Transformer Engine drops the rows of what the backward pass gathers in MXFP8 only."""
+
+    def outputs(precision: str, *, sp: bool) -> float:
+        shape = shape_of(Layout(tp=4, sp=sp, precision=precision), 2048, 148)  # type: ignore[arg-type]
+        return saved_by_layer(LLAMA_8B, LLAMA_8B.layers[0], shape).parts["norm_output"]
+
+    assert outputs("nvfp4", sp=True) == pytest.approx(outputs("nvfp4", sp=False) / 4 * 2)
+    assert outputs("mxfp8", sp=True) == pytest.approx(outputs("mxfp8", sp=False) / 4)
+
+
+def test_a_gated_delta_rule_layer() -> None:
+    """Qwen3-Next, 16 key and 32 value heads of 128, chunks of 64, per token as `ChunkGatedDeltaRuleFunction` and its callers save."""
+    model = catalog.model("qwen3-next-80b-a3b")
+    saved = saved_by_layer(model, model.layers[0], shape_of(Layout(), 4096, 132))
+    convolution, normed, repeated, value, triangle = 8192, 2 * 2048, 2 * 4096, 4096, 32 * 64
+    output, norm, gate, projected = 4096, 4096, 4096, 4096
+    elements = convolution + normed + repeated + value + triangle + output + norm + gate + projected
+    assert saved.parts["scan"] == 4096 * (2 * elements + 32 * (3 * 4 + 2))
+    states = 2 * 32 * 128 * 128 / 64  # of every chunk, and their gradients
+    assert saved.working == 4096 * 2 * (10 * 4096 + states)
+
+
+def test_overlapped_experts_hold_one_layer_more() -> None:
+    """Combined 1F1B runs layer by layer against the previous micro batch: no second micro batch, one layer and what the exchange holds."""
+    model = catalog.model("qwen3-30b-a3b")
+    layout = Layout(dp=8, ep=8, mbs=2, gbs=64)
+    estimator = Estimator(model, cluster("h100-sxm", 8), seq_len=4096)
+    layer = saved_by_layer(model, model.layers[0], shape_of(layout, 4096, 132))
+    assert layer.exchanged == 2 * 2048 * (2 * 4096 * 8)
+
+    def activations(layout: Layout) -> float:
+        return estimator.memory(layout).stages[0]["activations"]
+
+    extra = layer.total + 2 * layer.exchanged
+    assert activations(layout.replace(overlap_moe=True)) - activations(layout) == pytest.approx(extra)
+    assert activations(layout.replace(overlap_moe=True, gbs=16)) == activations(layout.replace(gbs=16))  # one micro batch: nothing to pair
+    piped = layout.replace(dp=8, pp=2, vpp=2)  # its additional warm-up is the forward pass 1F1B runs before its first backward
+    assert activations(piped.replace(overlap_moe=True)) - activations(piped) == pytest.approx(extra)

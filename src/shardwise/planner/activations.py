@@ -2,7 +2,8 @@
 
 Counted from what the kernels of Transformer Engine and Megatron Core save (norm inputs, linear inputs, Q, K, V, attention
 output and log-sum-exp, activation inputs), checked against measured runs.  Starting point: Korthikanti et al. 2022,
-arXiv:2205.05198 (34 bytes per hidden feature and token for GPT).
+arXiv:2205.05198 (34 bytes per hidden feature and token for GPT).  Gated delta rule: flash-linear-attention,
+`ChunkGatedDeltaRuleFunction`, as Megatron Core's `GatedDeltaNet` calls it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ SAVED_INPUT = {
     "mxfp8": 1.03,
     "nvfp4": 0.57,
 }
+# Precisions whose copy of a norm's output is kept by rows and by columns where the backward pass gathers it (sequence parallel):
+# Transformer Engine, `_LayerNormLinear`, drops the rows of MXFP8 and blockwise FP8 only; per-tensor FP8 has one copy to gather.
+KEPT_TWICE = ("nvfp4",)
 LOG_SUM_EXP = 4
-# Sparse attention without a fused kernel (`unfused_dsa_fn` of Megatron Core): bytes per query, key and head of the softmax it keeps
-# (fp32, and bf16 for the product with V), of the gradients its backward pass holds (bf16, fp32 in and out of the softmax), and of the
-# indexer's scores before and after their ReLU (fp32).
-SPARSE_SCORES, SPARSE_BACKWARD, INDEXER_SCORES = 6.0, 10.0, 8.0
+# Per token and value head of a gated delta rule: input and output of softplus and the chunk's summed decay (fp32), step size (bf16).
+DELTA_SCALARS = 3 * 4 + 2
+# Sparse attention without a fused kernel (`_unfused_absorbed_dsa_fn` and `masked_softmax` of Megatron Core's DSA reference): bytes per
+# query, key and head. Kept: exponentials and their masked copy (fp32), three masks, and the probabilities for the product with V (bf16).
+# The backward pass of the division holds five fp32 gradients and quotients when the last mask and the bf16 probabilities are gone.
+# The indexer's loss keeps its inputs and computes all scores again (`FusedDSAIndexerLoss`).
+SPARSE_SCORES, SPARSE_BACKWARD = 2 * 4 + 3 * 1 + 2, 5 * 4 - (1 + 2)
 ROUTER_BYTES = 12  # per expert and token: logits and scores in fp32, routing map, sort indices
 
 # What each name of a recompute list stands for here.
@@ -58,12 +65,16 @@ OFFLOADED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Bytes kept per part; the largest temporary of the layer's backward pass; its input; outputs of its matrix products."""
+    """Bytes kept per part; the largest temporary of the layer's backward pass; its input; outputs of its matrix products.
+
+    exchanged: one copy of the tokens routed through this rank's experts, bf16.
+    """
 
     parts: dict[str, float]
     working: float
     input: float
     products: float
+    exchanged: float = 0.0
 
     @property
     def total(self) -> float:
@@ -110,35 +121,54 @@ def _attention(block: Attention | Mla | CompressedAttention, shape: Shape, model
     if shape.fused_attention:
         parts["log_sum_exp"] = LOG_SUM_EXP * tokens * heads
         return 0.0
-    if isinstance(block, Mla) and block.indexer:
-        parts["scores"] = pairs * (SPARSE_SCORES * heads + INDEXER_SCORES * block.indexer.heads)
+    if isinstance(block, Mla) and block.indexer:  # its products keep Q and K of the latents in fp32, K and V once per head
+        latent = block.kv_lora + block.rope_dim
+        parts["scores"] = SPARSE_SCORES * pairs * heads + heads * tokens * (2 * 4 * latent + BF16 * block.kv_lora)
         return SPARSE_BACKWARD * pairs * heads
     parts["scores"] = (BF16 + (3 if model.dropout else 0)) * pairs * heads
     return BF16 * pairs * heads
+
+
+def _delta_net(block: DeltaNet, shape: Shape, parts: dict[str, float]) -> float:
+    """Adds what a gated delta rule layer keeps to ``parts``; returns the bytes its backward pass holds at once.
+
+    Kept, in bf16: the input of the convolution; normalised Q and K, and both repeated for the value heads; V; the solved triangle of every
+    chunk (its row of `chunk` per token and head); the output before and after its norm, the gate, and the input of the output projection.
+    Backward: W, U and the states of all chunks are computed again, and gradients of Q, K (twice), V (twice), W and states stand beside them
+    and the incoming gradient (`chunk_gated_delta_rule_bwd`).
+    """
+    heads, tokens = block.value_heads / shape.tp, shape.tokens
+    key_width, value_width = block.key_width / shape.tp, block.value_width / shape.tp
+    kept = block.conv_width / shape.tp + 2 * key_width + heads * (2 * block.key_dim + block.chunk) + 4 * value_width
+    parts["scan"] = tokens * (BF16 * kept + DELTA_SCALARS * heads + SAVED_INPUT[shape.precision] * value_width)
+    states = 2 * block.key_dim * block.value_dim / block.chunk
+    return BF16 * tokens * heads * (5 * (block.key_dim + block.value_dim) + states)
 
 
 def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: float = 1.0) -> Saved:
     """Bytes ``layer`` keeps on one rank; ``imbalance`` multiplies the tokens the hottest expert rank receives."""
     hidden, tokens, split, tp = model.hidden, shape.tokens, shape.split_tokens, shape.tp
     copy = SAVED_INPUT[shape.precision]
+    gathered = copy * (2 if shape.precision in KEPT_TWICE and split < tokens else 1)
     parts: dict[str, float] = {}
     mixer, mlp = layer.mixer, layer.mlp
     blocks = (mixer is not None) + (mlp is not None)
     parts["norm_input"] = BF16 * hidden * split * blocks
     parts["norm_output"] = 0.0
     working = 2.0 * BF16 * hidden * tokens
+    exchanged = 0.0
     products = 2.0 * BF16 * hidden * split  # output projection and down projection
     if isinstance(mixer, (Attention, Mla, CompressedAttention)):
-        parts["norm_output"] += copy * hidden * split
+        parts["norm_output"] += (copy if isinstance(mixer, Mla) else gathered) * hidden * split
         working = max(working, _attention(mixer, shape, model, parts))
         products += BF16 * tokens * (mixer.heads * mixer.head_dim + 2 * mixer.kv_heads * mixer.head_dim) / tp
-    elif isinstance(mixer, (Mamba2, DeltaNet)):
-        inner = mixer.inner if isinstance(mixer, Mamba2) else mixer.value_width
-        parts["norm_output"] += copy * hidden * split
-        parts["scan"] = BF16 * tokens * (mixer.in_width + 2 * inner) / tp
-        if isinstance(mixer, DeltaNet):
-            parts["scan"] += BF16 * tokens * (mixer.conv_width + 2 * inner) / tp
+    elif isinstance(mixer, Mamba2):  # its fused kernel keeps the projection and the scan's output and computes the rest again
+        parts["norm_output"] += gathered * hidden * split
+        parts["scan"] = BF16 * tokens * (mixer.in_width + 2 * mixer.inner) / tp
         working = max(working, BF16 * tokens * 2 * mixer.in_width / tp)
+    elif isinstance(mixer, DeltaNet):
+        parts["norm_output"] += gathered * hidden * split
+        working = max(working, _delta_net(mixer, shape, parts))
     elif isinstance(mixer, LinearMixer):
         parts["norm_output"] += copy * hidden * split
     if model.dropout:
@@ -146,7 +176,7 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
     if isinstance(mlp, Mlp):
         ffn = mlp.ffn / tp
         up = ffn * (2 if mlp.gated else 1)
-        parts["norm_output"] += copy * hidden * split
+        parts["norm_output"] += gathered * hidden * split
         parts["mlp_hidden"] = BF16 * up * tokens
         parts["mlp_act"] = copy * ffn * tokens
         working = max(working, BF16 * (up + ffn) * tokens)
@@ -171,12 +201,13 @@ def saved_by_layer(model: ModelSpec, layer: Layer, shape: Shape, *, imbalance: f
             shared = mlp.shared_ffn / tp
             parts["shared_hidden"] = (BF16 * shared * (2 if gated else 1) + copy * shared) * tokens
         working = max(working, BF16 * (width + up + ffn) * received)
+        exchanged = BF16 * width * received
         products += BF16 * (up + width) * received
         if shape.dispatcher == "allgather":
             parts["moe_gathered"] = 3 * BF16 * width * shape.routed_tokens * shape.ep * shape.etp
     if layer.input_width:  # inputs of the gate, of its activation, product and projection, and of the norms
         parts["layer_input"] = BF16 * split * (2.0 * hidden + 5 * layer.input_width)
-    return Saved(parts=parts, working=working, input=layer_input(model, shape), products=products)
+    return Saved(parts=parts, working=working, input=layer_input(model, shape), products=products, exchanged=exchanged)
 
 
 def layer_input(model: ModelSpec, shape: Shape) -> float:

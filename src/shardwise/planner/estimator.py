@@ -21,11 +21,15 @@ GATHERED = 3  # whole layers FSDP holds: in use, fetched ahead, not yet freed
 
 
 class ChunkMemory(NamedTuple):
-    """Bytes of one micro batch of a chunk: kept for backward, largest temporary, loss; and parameters of its largest layer."""
+    """Bytes of one micro batch of a chunk: kept for backward, largest temporary, loss, one more layer of a micro batch that runs ahead.
+
+    largest: parameters of its largest layer.
+    """
 
     saved: float
     working: float
     loss: float
+    ahead: float
     largest: int
 
 
@@ -54,7 +58,10 @@ class Estimator(Pieces):
                 found = fixed[id(chunks)] = self._stage_memory(layout, chunks)
             terms, held = found
             counts = flight if len(flight) == len(held) else flight * len(held)
-            stages.append({**terms, "activations": sum(each.saved * count for each, count in zip(held, counts))})
+            activations = sum(each.saved * count for each, count in zip(held, counts))
+            if layout.overlap_moe and layout.microbatches > 1:
+                activations += max(each.ahead for each in held)
+            stages.append({**terms, "activations": activations})
         totals = [sum(terms.values()) for terms in stages]
         stage = max(range(layout.pp), key=totals.__getitem__)
         allocated = totals[stage]
@@ -104,7 +111,7 @@ class Estimator(Pieces):
         model, shape, recompute = self.model, self._shape(layout), layout.recompute
         full = recompute.granularity == "full"
         whole_input = layer_input(model, shape)
-        saved_bytes = working = loss = 0.0
+        saved_bytes = working = loss = ahead = 0.0
         largest = 0
         block = recompute.num_layers or 0 if full and recompute.method == "block" else 0
         for kind, count in (*chunk.layers, *chunk.mtp):
@@ -117,6 +124,7 @@ class Estimator(Pieces):
             if layout.offload.activation_modules:  # one layer each being computed, sent and fetched
                 extra += 2 * (saved.total - saved.after(Recompute(), layout.offload.activation_modules))
             working = max(working, saved.working + extra)
+            ahead = max(ahead, held + 2 * saved.exchanged)
             largest = max(largest, self.layer_params(kind, layout).total)
         if chunk.embedding:
             saved_bytes += (2.0 + bool(model.dropout)) * model.hidden * shape.split_tokens
@@ -127,7 +135,7 @@ class Estimator(Pieces):
             saved_bytes += 2 * whole_input + depth * (4 * whole_input + 2.0 * shape.tokens * vocab)
         if layout.offload.activation_layers:
             saved_bytes *= max(0.0, 1 - layout.offload.activation_layers / max(1, model.num_layers))
-        return ChunkMemory(saved=saved_bytes, working=working, loss=loss, largest=largest)
+        return ChunkMemory(saved=saved_bytes, working=working, loss=loss, ahead=ahead, largest=largest)
 
     def _root_params(self, layout: Layout, chunks: tuple[Chunk, ...]) -> int:
         """Parameters of embedding and head, which FSDP gathers as one group."""

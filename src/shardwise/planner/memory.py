@@ -22,6 +22,16 @@ CONTEXT = 0.9 * GIB  # CUDA context and communicator buffers outside the allocat
 TIGHT = 1.03  # reserved over allocated when the allocator is short of memory and gives unused blocks back
 FSDP = ("fsdp2", "megatron_fsdp")
 _PER_TENSOR = ("fp8-delayed", "fp8-current")
+# Bytes per weight of the copies that products read, by rows and by columns, with their scales: one byte per 32 elements in MXFP8, per 16 in
+# NVFP4. Kept for all micro batches of a step (Transformer Engine caches them with `is_first_microbatch`).
+WEIGHT_COPIES = {
+    "fp8-delayed": 2.0,
+    "fp8-current": 2.0,
+    "fp8-rowwise": 2.0,
+    "fp8-blockwise": 2.0,
+    "mxfp8": 2 * (1 + 1 / 32),
+    "nvfp4": 2 * (1 / 2 + 1 / 16),
+}
 LOW_PRECISION_SCRATCH = 0.05 * GIB  # scales, maxima and cast buffers
 # Bytes per logit at the peak of a loss: fused (bf16 logits and gradient), in place (the gradient overwrites the logits), in chunks.
 LOSS = {"fused": 4.0, "te": 2.0, "chunked": 0.5}
@@ -105,16 +115,21 @@ def state_terms(
         "distributed_optimizer": (whole, whole, local),
         "zero2": (whole, local, local),
     }.get(layout.sharding, (local, local, local))
-    low = layout.precision in ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-blockwise", "mxfp8")
+    copies = WEIGHT_COPIES.get(layout.precision, 0.0)
     weight_bytes = float(DTYPE_BYTES[layout.param_dtype])
     cached = 0.0
-    if low and layout.sharding not in FSDP:
-        one_copy = layout.param_dtype == "fp8" and layout.precision in _PER_TENSOR and not transposes
-        cached = ends if one_copy else whole * (1.0 if layout.param_dtype == "fp8" else 2.0)  # the ends are wider than one byte
+    if copies and layout.sharding not in FSDP:
+        linear = whole - ends
+        if layout.param_dtype != "fp8":
+            cached = copies * linear
+        elif layout.precision in _PER_TENSOR and not transposes:
+            cached = ends  # wider than one byte
+        else:
+            cached = (copies - 1) * linear + ends
     moments = {"adam": 2, "sgd": 1, "muon": 1}[layout.optimizer] * DTYPE_BYTES[layout.moment_dtype]
     master = DTYPE_BYTES[layout.master_dtype] if layout.master_dtype else 0
     trained = 1.0 - frozen
-    cached += LOW_PRECISION_SCRATCH if low else 0.0
+    cached += LOW_PRECISION_SCRATCH if copies else 0.0
     return {
         "weights": weight_held * weight_bytes,
         "low_precision_weights": cached,

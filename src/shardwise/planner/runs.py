@@ -62,6 +62,9 @@ TEST_CASES: dict[str, dict[str, Any]] = {
     "uneven_pipeline": {"first_stage_layers": 2, "last_stage_layers": 2},
     "tunable_overlap": {"vpp_group": 5},
     "fine_grained_offloading": {"offload": Offload(activation_modules=("core_attn", "expert_fc1"))},
+    "etp1_fine_grained_offloading": {"overlap_moe": True},
+    "ep_overlap": {"overlap_moe": True},
+    "te_a2a_ovlp": {"overlap_moe": True},
 }
 # Tokens of a document of packed fine-tuning data; the sets that recipes pack (SQuAD, OpenMathInstruct-2) have a few hundred.
 PACKED_DOCUMENT = 512
