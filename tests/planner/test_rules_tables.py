@@ -100,6 +100,15 @@ def test_samples_that_are_not_padded_may_be_short_enough() -> None:
         assert judged.fits is fits
 
 
+def test_a_row_without_a_length_takes_the_one_it_is_named_after() -> None:
+    row = {**recipe_row(f"{LLAMA} gpus=8 gbs=8"), "cp": "4"}
+    named = {**row, "seq": "", "recipe": "llama3_8b_sft_8gpu_h100_bf16_yarn_32k_config"}
+    given, taken, unnamed = judge_rows([{**row, "seq": "32768"}, named, {**named, "recipe": "llama3_8b_sft_config"}])
+    assert given.memory and taken.memory == given.memory and unnamed.memory is None
+    (both,) = judge_rows([{**named, "seq": "4096"}])
+    assert both.memory and both.memory.allocated_gib < given.memory.allocated_gib
+
+
 @pytest.mark.parametrize(
     ("recipe", "kind", "found"),
     [

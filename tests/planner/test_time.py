@@ -10,7 +10,7 @@ from shardwise.planner import comm, step_time
 from shardwise.planner.estimator import Estimator, estimate_step_time
 from shardwise.planner.kernels import grouped_flops, matmul_flops, matmul_utilisation
 from shardwise.planner.layer_work import mean_keys
-from shardwise.planner.rates import CEILING, efficiency, profile, rates
+from shardwise.planner.rates import CEILING, efficiency, profile, profile_names, rates
 from shardwise.spec.blocks import Attention, Layer, Mlp, Moe
 from shardwise.spec.catalog import cluster
 from shardwise.spec.layout import Layout, Recompute
@@ -206,3 +206,13 @@ def test_hybrid_sharding_adds_a_sum_over_the_copies() -> None:
     assert many.step_time(hybrid).terms["fsdp"] > one.step_time(alone).terms["fsdp"]
     assert many.memory(hybrid).allocated_gib == one.memory(alone).allocated_gib
     assert many.memory(hybrid).allocated_gib > many.memory(hybrid.replace(shard_group=None)).allocated_gib
+
+
+def test_no_stack_multiplies_faster_than_power_limits_allow() -> None:
+    """Dense and expert products alike, whatever was fitted: what is above is work that a count misses."""
+    for name in profile_names():
+        for gpu in ("a100-80gb", "h100-sxm", "gb200", "b300"):
+            for precision in ("bf16", "fp8-current", "nvfp4"):
+                node = cluster(gpu, 8)
+                rate = rates(node, precision, profile(name))
+                assert 0 < rate.grouped <= rate.matmul <= CEILING * node.gpu.peak(precision), (name, gpu, precision)

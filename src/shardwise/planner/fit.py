@@ -1,7 +1,7 @@
 """Fits the efficiencies in ``data/efficiency.toml`` to published runs.
 
     python -m shardwise.planner.fit RUNS.csv --write        refit and store
-    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the sources (or `--by row`), judge on the rest
+    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the models (or `--by source`, `--by row`), judge on the rest
 
 Free are: per architecture and GPU type the share of peak that matrix products, expert products, attention and memory-bound kernels
 reach; per link its usable share; how much of each kind of communication stays exposed; per framework and release a speed factor, the
@@ -261,8 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Fit efficiencies to published runs.")
     parser.add_argument("table", type=Path)
     parser.add_argument("--write", action="store_true", help="store the result in the package")
-    parser.add_argument("--cross", type=int, default=0, help="folds of sources for cross-validation")
-    parser.add_argument("--by", choices=("source", "row"), default="source", help="what a fold leaves out")
+    parser.add_argument("--cross", type=int, default=0, help="folds for cross-validation")
+    parser.add_argument("--by", choices=("model", "source", "row"), default="model", help="what a fold leaves out")
     parser.add_argument("--iterations", type=int, default=12)
     options = parser.parse_args(arguments)
     runs, _ = read_runs(read_table(options.table))
@@ -281,11 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def cross_validate(runs: Sequence[Run], folds: int, iterations: int, by: str) -> None:
     """Fit without one part of the runs in turn and print the errors on the part left out.
 
-    by: `source` leaves out whole sources, so that their software profile is unknown too; `row` every so many-th row.
+    by: `model` leaves out whole models, so that only other models tell how fast a GPU and a stack are; `source` whole sources, so that
+    their software profile is unknown too; `row` every so many-th row.
     """
     used = [run for run in runs if run.seconds and run.comparable]
-    sources = sorted({run.source for run in used})
-    part = {run.id: (sources.index(run.source) if by == "source" else index) % folds for index, run in enumerate(used)}
+    kinds = {"model": [run.model.name for run in used], "source": [run.source for run in used], "row": [run.id for run in used]}[by]
+    order = {kind: index for index, kind in enumerate(dict.fromkeys(kinds) if by == "row" else sorted(set(kinds)))}
+    part = {run.id: order[kind] % folds for run, kind in zip(used, kinds)}
     found: dict[str, list[float]] = {}
     for fold in range(folds):
         problem = Problem([run for run in used if part[run.id] != fold], start_tables())

@@ -32,7 +32,7 @@ class Profile:
     """A software stack.
 
     speed: multiplies the rate of kernels. launch: host seconds per kernel. step: host seconds per step (data, logging,
-    gradient norm). moe: multiplies the rate of expert kernels and dispatch. attention: multiplies the rate of attention.
+    gradient norm). moe: multiplies the rate of shuffling and sending tokens to experts. attention: multiplies the rate of attention.
     network: multiplies the bandwidth between domains. fragmentation: reserved over allocated memory.
     workspace: bytes the framework keeps besides the model (cuBLAS, Transformer Engine, user buffers).
     logit_bytes: bytes per logit at the peak of an unfused loss. weight_gradients: 1 if weight gradients are accumulated by the
@@ -144,7 +144,7 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
     far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"] * stack.network
     return Rates(
         matmul=matmul,
-        grouped=matmul * entry["grouped"] * stack.moe,
+        grouped=matmul * min(1.0, entry["grouped"]),
         wide=wide,
         attention=bf16 * min(CEILING, entry["attention"] * stack.speed * stack.attention),
         memory=gpu.bandwidth * entry["memory"] * stack.speed,

@@ -64,6 +64,7 @@ WITHOUT_MTP = re.compile(r"\w+ (\w+_no_mtp_|glm_45v_)")
 # (`_sft_common_vlm` in recipes/common.py, data/packing/in_batch.py); the printed length is the longest sample they accept.
 UNPADDED = re.compile(r"library (\w+_vl_\w+|glm_45v|qwen3_omni\w+|nemotron_omni\w+)_(sft|peft)_")
 SAMPLE_STEP = 128  # lengths are padded to a multiple of it
+NAMED_LENGTH = re.compile(r"_(\d+)k_config$")  # of a row without one: thousands (1,024) of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,13 @@ def _base(row: Mapping[str, str]) -> Layout:
     return Layout(offload=parse_offload(row.get("offload", "")), **fields)
 
 
+def _length(row: Mapping[str, str]) -> int | None:
+    seq, named = row.get("seq", ""), NAMED_LENGTH.search(row.get("recipe", ""))
+    if seq.isascii() and seq.isdigit() and int(seq):
+        return int(seq)
+    return 1024 * int(named[1]) if named else None
+
+
 def _judge(row: Mapping[str, str], framework: str) -> Judgement:
     """Findings of a row on the GPUs it names; what cannot be read is a finding too."""
     name, model = row.get("recipe", ""), _model(row)
@@ -151,8 +159,7 @@ def _judge(row: Mapping[str, str], framework: str) -> Judgement:
         gpus = grammar.read_values([f"dp={row.get('gpus', '')}"])["dp"]  # a count, read and refused like one
         layout = grammar.parse(_words(row, model), world=gpus, base=_base(row))
         cluster = catalog.cluster(row.get("gpu_type", ""), gpus)
-        seq = row.get("seq", "")
-        seq_len = int(seq) if seq.isascii() and seq.isdigit() and int(seq) else None
+        seq_len = _length(row)
         findings = check_layout(model, layout, cluster, seq_len=seq_len, framework=framework)
         if layout.ep > 1 and not row.get("etp"):  # benchmark_parallelism.data_parallel_size reads it as TP
             launched = check_layout(model, layout.replace(etp=layout.tp), cluster, seq_len=seq_len, framework=framework)
@@ -197,7 +204,7 @@ def _outlook(row: Mapping[str, str], judged: Judgement, framework: str) -> Judge
 
 def _longest(row: Mapping[str, str], judged: Judgement, framework: str) -> int | None:
     """The longest sample of a row with which its batches fit, or None if no length does."""
-    short, long = 0, int(row["seq"]) // SAMPLE_STEP  # the longest is known not to fit
+    short, long = 0, (_length(row) or 0) // SAMPLE_STEP  # the longest is known not to fit
     while long - short > 1:
         middle = (short + long) // 2
         fits = _judge({**row, "gpus": str(judged.gpus), "seq": str(middle * SAMPLE_STEP)}, framework).fits
