@@ -108,7 +108,7 @@ def test_a_restarted_run_continues_from_its_last_checkpoint_with_equal_losses(tm
         said, _ = process.communicate(timeout=600)
     finally:
         process.terminate()
-    assert process.returncode == 0 and "resumed from" in said, said[-3000:]
+    assert process.returncode == 0 and "yet: starting at iteration 0" in said and "resumed from" in said, said[-3000:]
     command = launch(*common, f"logger.jsonl={tmp_path / 'whole'}", ranks=1)
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,6 +125,12 @@ def test_a_wrong_layout_is_refused_before_anything_starts():
         [sys.executable, "-m", "shardwise", "train", *words], capture_output=True, text=True, env=ENV, timeout=60, check=False
     )
     assert done.returncode == 1 and "W1" in done.stderr and "T1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_field_the_family_lacks_is_refused_before_anything_starts():
+    command = [sys.executable, "-m", "shardwise", "train", "--recipe", TINY, "--nproc", "2", "model.hf.rms_norm_epz=1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120, check=False)
+    assert done.returncode == 2 and "Try: rms_norm_eps" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_resume_needs_a_folder():

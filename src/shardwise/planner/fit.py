@@ -1,7 +1,7 @@
 """Fits the efficiencies in ``data/efficiency.toml`` to published runs.
 
     python -m shardwise.planner.fit RUNS.csv --write        refit and store
-    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the models (or `--by source`, `--by row`), judge on the rest
+    python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the models (or sources, rows: `--by`), judge on the rest
 
 Free are: per architecture and GPU type the share of peak that matrix products, expert products, attention and memory-bound kernels
 reach; per link its usable share; how much of each kind of communication stays exposed; per framework and release a speed factor, the

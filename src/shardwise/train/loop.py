@@ -90,6 +90,8 @@ class Run:
             about = dist_checkpoint.load(path, self.model, self.optimizer)
             self.step = int(about["iteration"])
             self._say(f"resumed from {path} at iteration {self.step}")
+        elif folder:
+            self._say(f"no checkpoint in {folder} yet: starting at iteration 0")
 
     def train(self) -> None:
         """Steps until `train_iters`, an exit condition or SIGTERM; then a last checkpoint where `checkpoint.save` is given."""
