@@ -116,6 +116,24 @@ def test_hundred_and_twenty_eight_experts_on_forty_eight_ranks() -> None:
     assert proposals(finding, "ep") == [8, 16, 32, 64]
 
 
+@given(model=st.sampled_from(MODELS), tp=st.sampled_from([1, 2, 4, 8]), cp=st.sampled_from([2, 4, 8, 16, 32]))
+def test_proposed_context_parallel_communication_is_legal(model: str, tp: int, cp: int) -> None:
+    layout = Layout(tp=tp, cp=cp, cp_comm="a2a").with_world(tp * cp)
+    before = errors(layout, model, tp * cp, 65536)
+    if "C5" in before:
+        mixed = re.search(r"cp_comm=a2a\+p2p cp_sizes=(\d+)x(\d+)", before["C5"].try_)
+        others = [Layout(tp=tp, cp=cp, cp_comm="a2a+p2p", cp_sizes=(int(mixed[1]), int(mixed[2])))] if mixed else []
+        others += [layout.replace(cp_comm="p2p")] if "cp_comm=p2p" in before["C5"].try_ else []
+        for other in others:
+            after = errors(other.with_world(tp * cp), model, tp * cp, 65536)
+            assert not {"C5", "C6", "C10", "C11"} & set(after)
+
+
+def test_a_large_exchange_may_become_two() -> None:
+    found = errors(Layout(tp=4, cp=4, cp_comm="a2a").with_world(16), "llama-3.1-70b", 16, 8192)["C5"]
+    assert "cp_comm=a2a+p2p cp_sizes=2x2" in found.try_ and "cp_comm=p2p" in found.try_
+
+
 def test_nearest() -> None:
     assert nearest([1, 2, 4, 8, 16], 3, 2) == [2, 4]
 
