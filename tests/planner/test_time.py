@@ -10,7 +10,7 @@ from shardwise.planner import comm, step_time
 from shardwise.planner.estimator import Estimator, estimate_step_time
 from shardwise.planner.kernels import grouped_flops, matmul_flops, matmul_utilisation
 from shardwise.planner.layer_work import mean_keys
-from shardwise.planner.rates import CEILING, efficiency, profile, profile_names, rates
+from shardwise.planner.rates import CEILING, LINE_RATE, efficiency, profile, profile_names, rates
 from shardwise.spec.blocks import Attention, Layer, Mlp, Moe
 from shardwise.spec.catalog import cluster
 from shardwise.spec.layout import Layout, Recompute
@@ -216,3 +216,12 @@ def test_no_stack_multiplies_faster_than_power_limits_allow() -> None:
                 node = cluster(gpu, 8)
                 rate = rates(node, precision, profile(name))
                 assert 0 < rate.grouped <= rate.matmul <= CEILING * node.gpu.peak(precision), (name, gpu, precision)
+
+
+def test_no_stack_sends_faster_than_its_network() -> None:
+    for name in profile_names():
+        for gpu in ("a100-80gb", "h100-sxm", "gb200", "b300"):
+            pair = cluster(gpu, 1024)
+            rate = rates(pair, "bf16", profile(name))
+            assert 0 < rate.exchange.far < rate.links.far <= LINE_RATE * pair.network_bandwidth, (name, gpu)
+            assert rate.exchange.near == rate.links.near

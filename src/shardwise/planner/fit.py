@@ -4,9 +4,10 @@
     python -m shardwise.planner.fit RUNS.csv --cross 5      fit on four fifths of the models (or sources, rows: `--by`), judge on the rest
 
 Free are: per architecture and GPU type the share of peak that matrix products, expert products, attention and memory-bound kernels
-reach; per link its usable share; how much of each kind of communication stays exposed; per framework and release a speed factor, the
-host time per kernel and per step, and a factor for experts.  Everything is a logarithm with a normal prior, so a value moves away
-from its parent's (GPU to architecture, release to framework) only as far as the runs ask for it.  Least squares on
+reach; per link its usable share, and the share of that which the exchange of experts reaches; how much of each kind of communication stays
+exposed; per framework and release a speed factor, the host time per kernel and per step, and factors for attention, network and exchange.
+Everything is a logarithm with a normal prior, so a value moves away from its parent's (GPU to architecture, release to framework) only as
+far as the runs ask for it.  Least squares on
 ``log(predicted / measured)`` with a soft-L1 loss, which outliers do not dominate.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.planner.estimator import Estimator
-from shardwise.planner.rates import profile, rates
+from shardwise.planner.rates import LINE_RATE, profile, rates
 from shardwise.planner.runs import Run, read_runs, read_table
 from shardwise.planner.validate import quantile
 from shardwise.spec.blocks import Attention, Mla
@@ -35,7 +36,7 @@ EXPOSED_KEYS = ("tp", "tp_overlapped", "ep", "ep_overlapped", "cp", "pp", "dp_hi
 LOSS_SCALE = 0.12
 NOISE = 0.05  # of a measured step time, as a logarithm; weighs runs against priors
 PRIOR = {"root": 0.35, "arch": 0.25, "gpu": 0.12, "framework": 0.3, "release": 0.12, "link": 0.15, "exposed": 0.4}
-WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5, "network": 1.5}  # priors of these are wider by the factor
+WIDE = {"launch_us": 3.0, "step_ms": 1.5, "moe": 1.5, "network": 0.9}  # priors of these are wider or narrower by the factor
 
 Tables = dict[str, Any]
 
@@ -50,7 +51,7 @@ class Free:
     def applies(self, run: Run) -> bool:
         """Whether the number can change the prediction of ``run``."""
         kind, name, _ = self.path
-        if name in ("default", "all", "exposed"):
+        if name in ("default", "exposed", "exchange"):
             return True
         gpu = run.cluster.gpu
         used = {"gpu": (gpu.arch, gpu.name), "profile": (run.profile.split("/")[0], run.profile), "link": (run.cluster.inter.name,)}
@@ -80,6 +81,7 @@ class Problem:
             ("profile", PROFILE_KEYS, "release", sorted({run.profile for run in runs if "/" in run.profile})),
             ("link", ("efficiency",), "link", sorted({run.cluster.inter.name for run in runs})),
             ("common", EXPOSED_KEYS, "exposed", ["exposed"]),
+            ("common", ("far",), "exposed", ["exchange"]),
         )
         return [
             Free(path=(kind, name, key), width=PRIOR[level] * (WIDE.get(key, 1.0) if kind == "profile" else 1.0))
@@ -117,7 +119,7 @@ class Problem:
             kind, name, which = free.path
             if kind == "link":
                 start = tables["link"].get(name, tables["link"]["default"])["efficiency"]
-                result["link"][name] = {which: min(0.95, start * factor[free.path])}
+                result["link"][name] = {which: min(LINE_RATE, start * factor[free.path])}
             elif kind == "common":
                 result["common"][name][which] = min(1.0, tables["common"][name][which] * factor[free.path])
         return result
@@ -155,6 +157,7 @@ def sensitive(run: Run) -> set[tuple[str, str]]:
         ("profile", "moe"): moe,
         ("common", "ep"): moe and not layout.overlap_moe,
         ("common", "ep_overlapped"): moe and layout.overlap_moe,
+        ("common", "far"): moe and run.cluster.gpus > run.cluster.domain,
         ("common", "tp"): layout.tp > 1,
         ("common", "tp_overlapped"): layout.tp > 1,
         ("common", "cp"): layout.cp > 1,

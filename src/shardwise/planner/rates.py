@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -18,6 +18,7 @@ from shardwise.planner.comm import Links
 from shardwise.spec.cluster import Cluster, Gpu
 
 DEFAULT_PROFILE = "megatron-bridge"
+LINE_RATE = 0.95  # of a network's bandwidth, at most
 CEILING = 0.86  # of the peak: large products run into the power limit before they reach more, whatever a fit says
 _MATMUL = {
     "fp32": "matmul_bf16",
@@ -54,7 +55,10 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Work per second of one GPU for one precision under one profile, and the links as used."""
+    """Work per second of one GPU for one precision under one profile, and the links as used.
+
+    exchange: the links for tokens on their way to experts, whose small messages to many GPUs reach less of a network than rings do.
+    """
 
     matmul: float
     grouped: float
@@ -69,6 +73,7 @@ class Rates:
     launch: float
     step: float
     links: Links
+    exchange: Links
     exposed_tp: float
     exposed_tp_overlapped: float
     exposed_ep: float
@@ -141,7 +146,9 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
     wide = bf16 * min(CEILING, entry["matmul_bf16"] * stack.speed)
     matmul = gpu.peak(precision) * min(CEILING, entry[_MATMUL.get(precision, "matmul_fp8")] * stack.speed)
     near = cluster.intra.bandwidth * common["near"]
-    far = cluster.network_bandwidth * tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"] * stack.network
+    link = tables["link"].get(cluster.inter.name, tables["link"]["default"])["efficiency"]
+    far = cluster.network_bandwidth * min(LINE_RATE, link * stack.network)
+    links = Links(near=near, far=far, near_latency=common["near_latency_us"] * 1e-6, far_latency=common["far_latency_us"] * 1e-6)
     return Rates(
         matmul=matmul,
         grouped=matmul * min(1.0, entry["grouped"]),
@@ -155,7 +162,8 @@ def rates(cluster: Cluster, precision: str, stack: Profile, data: Mapping[str, T
         moe=stack.moe,
         launch=stack.launch,
         step=stack.step,
-        links=Links(near=near, far=far, near_latency=common["near_latency_us"] * 1e-6, far_latency=common["far_latency_us"] * 1e-6),
+        links=links,
+        exchange=replace(links, far=far * tables["common"]["exchange"]["far"]),
         exposed_tp=exposed["tp"],
         exposed_tp_overlapped=exposed["tp_overlapped"],
         exposed_ep=exposed["ep"],

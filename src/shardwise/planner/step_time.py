@@ -79,7 +79,7 @@ def _ep_seconds(work: LayerWork, layout: Layout, domain: int, rates: Rates) -> f
     if layout.dispatcher in ("deepep", "hybridep"):
         _, across = comm.placement(layout.ep, layout.etp, domain)
         reached = across * (1 - (1 - 1 / across) ** work.copies) / work.copies if across > 1 else None
-    seconds = 2 * comm.exchange_seconds(work.ep_bytes, layout.ep, layout.etp, domain, rates.links, reached=reached)
+    seconds = 2 * comm.exchange_seconds(work.ep_bytes, layout.ep, layout.etp, domain, rates.exchange, reached=reached)
     if layout.etp > 1:
         seconds += 2 * comm.gather_seconds(work.etp_bytes, layout.etp, 1, domain, rates.links)
     return seconds / rates.moe * (rates.exposed_ep_overlapped if layout.overlap_moe else rates.exposed_ep)
