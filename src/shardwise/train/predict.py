@@ -73,10 +73,11 @@ def _timed_rates(device: torch.device) -> Rates:
     product, stream, launch, send, latency = mean.tolist()
     matmul, memory = 2 * _SIDE**3 / product, 3 * long.element_size() * _STREAM / stream
     wire = memory if alone else 2 * message.element_size() * _MESSAGE / send
+    links = Links(near=wire, far=wire, near_latency=latency, far_latency=latency)
     return Rates(
         matmul=matmul, grouped=matmul, wide=matmul, attention=matmul, memory=memory, permute=memory, quantise=memory, scan=memory,
         accumulate=memory, moe=1.0, launch=launch, step=0.0,
-        links=Links(near=wire, far=wire, near_latency=latency, far_latency=latency),
+        links=links, exchange=links,
         exposed_tp=1.0, exposed_tp_overlapped=1.0, exposed_ep=1.0, exposed_ep_overlapped=1.0, exposed_cp=1.0, exposed_pp=1.0, hidden_dp=0.0,
         optimizer=memory,
     )  # fmt: skip
