@@ -63,10 +63,6 @@ def train(
         if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
             return FINDING
         return refused(error, as_json=as_json)
-    if not launched and chosen.config.model.hf != named(recipe).model.hf:
-        from shardwise.train.model import transformers_config
-
-        transformers_config(chosen.hf_fields)  # refuses fields the family does not have before ranks are started
     if dry_run:
         _show(chosen, as_json)
         return OK
