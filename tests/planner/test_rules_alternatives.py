@@ -116,17 +116,19 @@ def test_hundred_and_twenty_eight_experts_on_forty_eight_ranks() -> None:
     assert proposals(finding, "ep") == [8, 16, 32, 64]
 
 
-@given(model=st.sampled_from(MODELS), tp=st.sampled_from([1, 2, 4, 8]), cp=st.sampled_from([2, 4, 8, 16, 32]))
+@given(model=st.sampled_from([*MODELS, "glm-5.2"]), tp=st.sampled_from([1, 2, 4, 8]), cp=st.sampled_from([2, 4, 8, 16, 32, 128]))
 def test_proposed_context_parallel_communication_is_legal(model: str, tp: int, cp: int) -> None:
     layout = Layout(tp=tp, cp=cp, cp_comm="a2a").with_world(tp * cp)
     before = errors(layout, model, tp * cp, 65536)
-    if "C5" in before:
-        mixed = re.search(r"cp_comm=a2a\+p2p cp_sizes=(\d+)x(\d+)", before["C5"].try_)
-        others = [Layout(tp=tp, cp=cp, cp_comm="a2a+p2p", cp_sizes=(int(mixed[1]), int(mixed[2])))] if mixed else []
-        others += [layout.replace(cp_comm="p2p")] if "cp_comm=p2p" in before["C5"].try_ else []
-        for other in others:
-            after = errors(other.with_world(tp * cp), model, tp * cp, 65536)
-            assert not {"C5", "C6", "C10", "C11"} & set(after)
+    for word, sizes in re.findall(r"cp_comm=(\S+?)(?: cp_sizes=(\d+x\d+))?(?:,|$)", before["C5"].try_ if "C5" in before else ""):
+        after = errors(layout.replace(cp_comm=word, cp_sizes=tuple(map(int, sizes.split("x"))) if sizes else None), model, tp * cp, 65536)
+        assert not {"C5", "C6", "C10", "C11", "C12"} & set(after)
+
+
+@pytest.mark.parametrize(("model", "tried"), [("gemma-3-27b", "all_gather"), ("glm-5.2", "all_gather"), ("gpt-oss-20b", None)])
+def test_no_communication_is_proposed_that_the_attention_forbids(model: str, tried: str | None) -> None:
+    found = errors(Layout(cp=128, cp_comm="a2a").with_world(128), model, 128, 65536)["C5"]
+    assert re.findall(r"cp_comm=(\S+)", found.try_) == ([tried] if tried else [])
 
 
 def test_a_large_exchange_may_become_two() -> None:

@@ -161,6 +161,8 @@ def test_vision_language_pretraining_freezes_the_language_model_where_its_recipe
     assert frozen("qwen3_vl_8b_pretrain_16gpu_h100_bf16_config", "qwen3-8b", "perf")
     assert not frozen("qwen35_vl_27b_pretrain_16gpu_h100_bf16_config", "qwen3.5-27b", "perf")
     assert not frozen("qwen3_8b_pretrain_16gpu_h100_bf16_config", "qwen3-8b", "library")
+    assert frozen("step37_sft_4gpu_h100_bf16_flickr8k_smoke_config", "qwen3-8b", "library")
+    assert not frozen("step37_sft_64gpu_h100_bf16_flickr8k_config", "qwen3-8b", "library")
 
 
 def test_experts_without_a_tensor_size_are_whole_but_launched_as_split() -> None:

@@ -7,8 +7,7 @@ Free are: per architecture and GPU type the share of peak that matrix products, 
 reach; per link its usable share, and the share of that which the exchange of experts reaches; how much of each kind of communication stays
 exposed; per framework and release a speed factor, the host time per kernel and per step, and factors for attention, network and exchange.
 Everything is a logarithm with a normal prior, so a value moves away from its parent's (GPU to architecture, release to framework) only as
-far as the runs ask for it.  Least squares on
-``log(predicted / measured)`` with a soft-L1 loss, which outliers do not dominate.
+far as the runs ask for it.  Least squares on ``log(predicted / measured)`` with a soft-L1 loss, which outliers do not dominate.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Free:
     def applies(self, run: Run) -> bool:
         """Whether the number can change the prediction of ``run``."""
         kind, name, _ = self.path
-        if name in ("default", "exposed", "exchange"):
+        if kind == "common" or name == "default":
             return True
         gpu = run.cluster.gpu
         used = {"gpu": (gpu.arch, gpu.name), "profile": (run.profile.split("/")[0], run.profile), "link": (run.cluster.inter.name,)}
@@ -288,9 +287,9 @@ def cross_validate(runs: Sequence[Run], folds: int, iterations: int, by: str) ->
     their software profile is unknown too; `row` every so many-th row.
     """
     used = [run for run in runs if run.seconds and run.comparable]
-    kinds = {"model": [run.model.name for run in used], "source": [run.source for run in used], "row": [run.id for run in used]}[by]
-    order = {kind: index for index, kind in enumerate(dict.fromkeys(kinds) if by == "row" else sorted(set(kinds)))}
-    part = {run.id: order[kind] % folds for run, kind in zip(used, kinds)}
+    groups = {run.id: {"model": run.model.name, "source": run.source, "row": run.id}[by] for run in used}
+    order = sorted(set(groups.values()))
+    part = {run: order.index(group) % folds for run, group in groups.items()}
     found: dict[str, list[float]] = {}
     for fold in range(folds):
         problem = Problem([run for run in used if part[run.id] != fold], start_tables())

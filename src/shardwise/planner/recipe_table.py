@@ -52,9 +52,9 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"library minimax_m3_pretrain_", {"grad_dtype": "bf16", "moment_dtype": "bf16"}),
 )
 # Vision-language pretraining on mock data freezes the language model (`freeze_language_model` in recipes/qwen_vl); performance recipes of
-# Qwen3-VL start from it and leave it so, those of Qwen3.5-VL train everything (perf_recipes/qwen_vl/common.py). Step 3.7 but for its smoke
-# test is tuned so too (recipes/stepfun).
-FROZEN = re.compile(r"\w+ (qwen3_vl_\w+_pretrain_|qwen35_vl_\w+_pretrain_\w+_mock_|step37_sft_\w+_flickr8k_config)")
+# Qwen3-VL start from it and leave it so, those of Qwen3.5-VL train everything (perf_recipes/qwen_vl/common.py). The smoke test of Step 3.7
+# freezes it too, against its own docstring (recipes/stepfun/h100/step37.py).
+FROZEN = re.compile(r"\w+ (qwen3_vl_\w+_pretrain_|qwen35_vl_\w+_pretrain_\w+_mock_|step37_sft_\w+_smoke_config)")
 # Pretraining on mock data takes its vocabulary from the null tokenizer (`use_tokenizer_vocab_size` in recipes/common.py, 32,000 words;
 # pull request 4996). Performance recipes turn that off; other families give the tokenizer their model's vocabulary.
 MOCK_VOCABULARY = re.compile(r"library (llama|qwen2|gemma3_1b|glm45|gpt_oss|deepseek_v[23])\w*_pretrain_"), 32000

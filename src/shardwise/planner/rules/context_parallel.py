@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from shardwise.planner.rules.alternatives import divisors, listed, multiples, nearest, sequence_step
+from shardwise.planner.rules.alternatives import divisors, listed, multiples, natural_cp_comm, nearest, sequence_step
 from shardwise.planner.rules.rule import BRIDGE, MEGATRON, MEGATRONS, SHARDWISE, TITAN, Case, Problem, rule
 from shardwise.spec.blocks import Attention, CompressedAttention, Mla
 
@@ -71,12 +71,14 @@ def heads_split_over_the_exchange(case: Case) -> Iterator[Problem]:
         if heads % size or kv % size:
             legal = [n for n in divisors(heads) if kv % n == 0]
             given = f"{heads} heads and {kv} key heads on a tp rank, exchange of {size} ranks (cp_comm={layout.cp_comm})"
-            instead = f"exchange of {' or '.join(str(n) for n in nearest(legal, size, 2))} ranks"
+            ways = [f"exchange of {' or '.join(str(n) for n in nearest(legal, size, 2))} ranks"]
             inner = max((n for n in legal if n < layout.cp and layout.cp % n == 0), default=1)
-            whole_keys = any(isinstance(each, Attention) and (each.window or each.sinks) for each in case.model.attentions)  # C10, C11
-            if not whole_keys and inner > 1 and layout.cp_comm == "a2a":
-                instead = f"cp_comm=a2a+p2p cp_sizes={inner}x{layout.cp // inner}, {instead}"
-            instead += "" if whole_keys else ", or cp_comm=p2p"
+            other = natural_cp_comm(case.model)
+            if other == "p2p" and layout.cp_comm == "a2a" and inner > 1:
+                ways.insert(0, f"cp_comm=a2a+p2p cp_sizes={inner}x{layout.cp // inner}")
+            if other != "a2a":
+                ways.append(f"cp_comm={other}")
+            instead = ", or ".join(ways)
             yield Problem(given, "the exchange splits heads over its ranks", instead)
 
 
